@@ -1,0 +1,49 @@
+"""How a model tells what its parameters are and which checkpoint tensors they are made of: names and shapes only."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """A checkpoint tensor that goes into a parameter.
+
+    Attributes:
+        name: the Hugging Face name, as in a safetensors file.
+        shape: in the checkpoint; a linear layer's weight is [out, in].
+        repeat: how often each group of `repeat_size` rows is repeated in place, for KV heads that are fewer than devices.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    repeat: int = 1
+    repeat_size: int = 1
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of a model.
+
+    The parts are transposed if `transpose` (so that a linear kernel is [in, out]) and concatenated along the last axis. With
+    `num_stripes` S the last axis is cut into S equal stripes, each holding the S-th share of every part: when S devices share
+    the axis, each finds its own share of q, k and v (or of gate and up) side by side, and nothing moves between devices.
+
+    Attributes:
+        path: where the parameter is in the model, dot separated.
+        dtype: name of the NumPy (or ml_dtypes) type.
+        axes: the logical axis of each dimension, None for one that is never sharded; `sharding.rules` maps them to a mesh.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
+    parts: tuple[Part, ...]
+    transpose: bool = False
+    num_stripes: int = 1
+
+    def __post_init__(self) -> None:
+        size = sum(math.prod(part.shape) * part.repeat for part in self.parts)
+        assert size == math.prod(self.shape), f"{self.path}: parts hold {size} elements, the parameter {self.shape}"
+        assert len(self.axes) == len(self.shape)
+        assert self.shape[-1] % self.num_stripes == 0
