@@ -3,10 +3,10 @@
 A step fills an IterationStats, EngineMetrics adds it up. Metric names are vLLM's, so that its dashboards can read them.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
+from itertools import accumulate
 
 from jaxllm.core.types import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason, SchedulerStats
 from jaxllm.outputs import RequestStateStats
@@ -110,17 +110,23 @@ class IterationStats:
     n: list[int] = field(default_factory=list)
 
     def update(
-        self, stats: RequestStateStats, output: EngineCoreOutput, timestamp: float, prompt_len: int, is_prefilling: bool
+        self,
+        stats: RequestStateStats,
+        output: EngineCoreOutput,
+        num_new_tokens: int,
+        timestamp: float,
+        prompt_len: int,
+        is_prefilling: bool,
     ) -> None:
         """Count one output, and bring the request's own times up to date.
 
         Args:
+            num_new_tokens: of the output's, without those that came after a stop string.
             timestamp: `time.monotonic()` of the engine core at the end of the step.
             is_prefilling: whether this is the request's first output.
         """
         if output.events:
             self.update_from_events(stats, output.events)
-        num_new_tokens = len(output.new_token_ids)
         self.num_generation_tokens += num_new_tokens
         stats.num_generation_tokens += num_new_tokens
         if is_prefilling:
@@ -178,26 +184,26 @@ class Histogram:
     name: str
     documentation: str
     bounds: list[float]
-    counts: np.ndarray = field(init=False)
+    counts: list[int] = field(init=False)
     sum: float = 0.0
     labels: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.counts = np.zeros(len(self.bounds) + 1, np.int64)
+        self.counts = [0] * (len(self.bounds) + 1)
 
     @property
     def count(self) -> int:
-        return int(self.counts.sum())
+        return sum(self.counts)
 
     @property
     def buckets(self) -> dict[str, int]:
         """Cumulative count of each bound, and of "+Inf"."""
-        return dict(zip([*map(str, self.bounds), "+Inf"], self.counts.cumsum().tolist(), strict=True))
+        return dict(zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts), strict=True))
 
-    def observe(self, values: Sequence[float]) -> None:
-        if values:
-            self.counts += np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
-            self.sum += float(sum(values))
+    def observe(self, values: Iterable[float]) -> None:
+        for value in values:
+            self.counts[bisect_left(self.bounds, value)] += 1
+            self.sum += value
 
 
 Metric = Counter | Gauge | Histogram
