@@ -98,7 +98,7 @@ class EngineCore:
     def check_alive(self) -> None:
         """Raise EngineDeadError if a step has failed."""
         if self.failure is not None:
-            raise EngineDeadError(f"the engine core has failed and cannot go on: {self.failure!r}") from self.failure
+            raise EngineDeadError(f"the engine core cannot go on: {self.failure!r}") from self.failure
 
     @contextmanager
     def _failure_is_final(self) -> Iterator[None]:
@@ -114,7 +114,7 @@ class EngineCore:
         """Forget all cached blocks.
 
         Args:
-            reset_running_requests: preempt running requests first; they start again from their prompts.
+            reset_running_requests: preempt running requests first; they are computed again.
 
         Returns:
             Whether it was done: not while blocks are in use.
@@ -139,5 +139,7 @@ class EngineCore:
         self.executor.check_health()
 
     def shutdown(self) -> None:
-        """Free the devices. May be called more than once."""
+        """Free the devices. May be called more than once; nothing else may be called after it."""
+        if self.failure is None:
+            self.failure = EngineDeadError("it was shut down")
         self.executor.shutdown()

@@ -208,11 +208,14 @@ class OutputProcessor:
             self.stream_interval,
             RequestStateStats(arrival_time=request.arrival_time) if self.log_stats else None,
         )
-        if parent is None:
-            self.internal_ids.setdefault(external_id, []).append(request.request_id)
-        elif parent.request_id not in self.parents:
-            self.parents[parent.request_id] = parent
-            self.internal_ids.setdefault(external_id, []).append(parent.request_id)
+        internal_id = request.request_id
+        if parent is not None:
+            parent.unfinished.add(request.request_id)
+            if parent.request_id in self.parents:
+                return
+            internal_id = parent.request_id
+            self.parents[internal_id] = parent
+        self.internal_ids.setdefault(external_id, []).append(internal_id)
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool = False) -> list[str]:
         """Forget requests. Queues get a last output with finish reason "abort".

@@ -13,7 +13,7 @@ class ParentRequest:
 
     Attributes:
         request_id: internal; child i is called `f"{i}_{request_id}"`.
-        unfinished: internal ids of the children that still run.
+        unfinished: internal ids of the children that are queued and have not ended; kept by the output processor.
     """
 
     def __init__(self, request: EngineCoreRequest) -> None:
@@ -25,12 +25,10 @@ class ParentRequest:
 
     def make_children(self, request: EngineCoreRequest) -> list[EngineCoreRequest]:
         """The n requests. They differ in id and, if the request has a seed, in seed: `seed + index`."""
-        children = [
+        return [
             dataclasses.replace(request, request_id=f"{index}_{self.request_id}", sampling_params=self._child_params(index))
             for index in range(self.params.n)
         ]
-        self.unfinished = {child.request_id for child in children}
-        return children
 
     def _child_params(self, index: int) -> SamplingParams:
         params = copy.copy(self.params)
