@@ -1,0 +1,55 @@
+# `make demo` and `make test` do all the set-up they need, in .venv, and reuse it the next time.
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format lock clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The first of these that is Python 3.12 or newer and can be started.
+CANDIDATES := python3.12 python3.13 python3.14 python3 python
+FIND_PYTHON = for p in $(PYTHON) $(CANDIDATES); do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then command -v $$p; exit 0; fi; done; \
+	echo "no Python 3.12 or newer found; name one with: make PYTHON=/path/to/python3.12" >&2; exit 1
+SYNC = $(BIN)/uv sync --quiet --frozen --inexact --python $(BIN)/python
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+demo: $(VENV)/.demo ## answer a batch of chat prompts with a real model
+	@$(BIN)/python examples/demo.py
+
+test: $(VENV)/.dev ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/.dev ## run the tests that take minutes too
+	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+lint: $(VENV)/.dev ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.dev ## mend style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: $(VENV)/.uv ## resolve the dependencies anew
+	$(BIN)/uv lock --python $(BIN)/python
+
+clean: ## remove the environment
+	rm -rf $(VENV)
+
+# uv itself comes from PyPI into the environment, so that nothing but Python is needed.
+$(VENV)/.uv:
+	@python=$$($(FIND_PYTHON)) || exit 1; \
+	"$$python" -m venv $(VENV) || { echo "$$python cannot make a virtual environment (Debian: apt install python3-venv)" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9'
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.uv pyproject.toml uv.lock
+	@echo "installing jaxllm into $(VENV)"
+	@$(SYNC) --no-dev --extra demo
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.uv pyproject.toml uv.lock
+	@echo "installing jaxllm and the development tools into $(VENV)"
+	@$(SYNC) --extra demo
+	@touch $@

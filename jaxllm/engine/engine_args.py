@@ -1,0 +1,234 @@
+"""EngineArgs: the keyword arguments of `LLM` and the flags of the command line, turned into an EngineConfig.
+
+This module starts no backend: a front end that only reads the configuration never touches the accelerator.
+"""
+
+import difflib
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from jaxllm.weights.source import ModelSource, resolve_model
+
+logger = logging.getLogger(__name__)
+
+UsageContext = Literal["llm", "server"]
+
+# Sampling parameters that a model's generation_config.json may recommend.
+GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+# NVIDIA names of devices with 80 GB or more, where large batches fit (an A100's compute does not gain from them).
+_LARGE_DEVICES = ("H100", "H200", "H20", "GH200", "B200", "B300", "GB200", "GB300")
+
+
+def detect_platform() -> Literal["cuda", "cpu"]:
+    """What jax will run on, found out without starting it."""
+    asked = os.environ.get("JAX_PLATFORMS", "").split(",")[0]
+    if asked:
+        return "cuda" if asked in ("cuda", "gpu") else "cpu"
+    plugin = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+    return "cuda" if plugin and Path("/proc/driver/nvidia/version").exists() else "cpu"
+
+
+def _device_names() -> list[str]:
+    """Names of the local NVIDIA devices, from the driver's own files."""
+    names = []
+    for info in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        names += [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("Model:")]
+    return names
+
+
+def default_batch_sizes(platform: str, usage: UsageContext) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs) where the user gives none. As vLLM has them, but for the CPU."""
+    if platform == "cpu":
+        return 2048, 128
+    large = any(name in device for device in _device_names() for name in _LARGE_DEVICES)
+    if large:
+        return (16384 if usage == "llm" else 8192), 1024
+    return (8192 if usage == "llm" else 2048), 256
+
+
+def parse_unknown(name: str, known: list[str]) -> str:
+    """The message for an unknown argument, with the nearest known one."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+@dataclass
+class EngineArgs:
+    """Names and defaults are those of vLLM's engine arguments.
+
+    Attributes:
+        model: a folder, a .gguf file, a hub id, or "smollm2-135m-instruct".
+        tokenizer: a folder or hub id; by default the model's own.
+        skip_tokenizer_init: take and give token ids only.
+        dtype: "auto" is the model's own on a GPU and float32 on a CPU.
+        load_format: "auto" goes by what the folder holds; "dummy" makes random weights.
+        max_model_len: by default what the model's config gives.
+        seed: of dummy weights and of requests without a seed.
+        max_num_seqs, max_num_batched_tokens: by default by device.
+        hf_overrides: replaces fields of the model's config.
+        generation_config: "auto" takes sampling defaults from the model's generation_config.json, "vllm" takes none;
+            else a folder that holds such a file.
+        override_generation_config: replaces fields of it.
+        attention_backend: "auto" picks by device.
+        compilation_cache_dir: by default `jaxllm` in the user's cache folder; "" keeps nothing.
+        enforce_eager: accepted for compatibility; every step is compiled.
+    """
+
+    model: str = "smollm2-135m-instruct"
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    download_dir: str | None = None
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+    hf_overrides: Mapping[str, Any] | None = None
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] | None = None
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
+    block_size: int = 32
+    gpu_memory_utilization: float = 0.92
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    watermark: float = 0.0
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    scheduling_policy: str = "fcfs"
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduler_reserve_full_isl: bool = True
+    tensor_parallel_size: int = 1
+    attention_backend: str = "auto"
+    compilation_cache_dir: str | None = None
+    disable_log_stats: bool = False
+    enforce_eager: bool = False
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> "EngineArgs":
+        """Like the constructor, but the error for an unknown name suggests the nearest known one.
+
+        Raises:
+            TypeError: for an unknown name.
+        """
+        known = [f.name for f in fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(parse_unknown(name, known))
+        return cls(**kwargs)
+
+    def create_engine_config(self, usage: UsageContext = "llm") -> EngineConfig:
+        """Find the model, complete what the user left open, and check everything.
+
+        Raises:
+            ValueError: naming the argument and its value.
+        """
+        if self.enforce_eager:
+            logger.info("enforce_eager has no effect: every step is compiled")
+        platform = detect_platform()
+        source = resolve_model(self.model, revision=self.revision, download_dir=self.download_dir)
+        model = self._model_config(source, platform)
+        tokens, seqs = default_batch_sizes(platform, usage)
+        if self.max_num_seqs is not None:
+            seqs = self.max_num_seqs
+        elif self.max_num_batched_tokens is not None:
+            seqs = min(seqs, self.max_num_batched_tokens)
+        if self.max_num_batched_tokens is not None:
+            tokens = self.max_num_batched_tokens
+        else:
+            if not self.enable_chunked_prefill:
+                tokens = max(tokens, model.max_model_len)
+            tokens = max(min(tokens, seqs * model.max_model_len), seqs)
+        return EngineConfig(
+            model=model,
+            cache=CacheConfig(
+                block_size=self.block_size,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                num_gpu_blocks_override=self.num_gpu_blocks_override,
+                enable_prefix_caching=self.enable_prefix_caching,
+                watermark=self.watermark,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=seqs,
+                max_num_batched_tokens=tokens,
+                max_model_len=model.max_model_len,
+                policy=self.scheduling_policy,  # type: ignore[arg-type]  # checked at birth
+                enable_chunked_prefill=self.enable_chunked_prefill,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
+                full_sequence_must_fit=self.scheduler_reserve_full_isl,
+            ),
+            parallel=ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
+            attention_backend=self.attention_backend,
+            compilation_cache_dir=self._cache_dir(),
+            log_stats=not self.disable_log_stats,
+        )
+
+    def _model_config(self, source: ModelSource, platform: str) -> ModelConfig:
+        hf = {**source.hf_config, **(self.hf_overrides or {})}
+        decoder = DecoderConfig.from_hf(hf)
+        longest = decoder.rope.max_position(decoder.max_position_embeddings)
+        eos = _eos_token_ids(hf, source.generation_config)
+        return ModelConfig(
+            model=self.model,
+            path=str(source.path),
+            decoder=decoder,
+            dtype=_resolve_dtype(self.dtype, hf, platform),  # type: ignore[arg-type]  # checked at birth
+            max_model_len=longest if self.max_model_len is None else self.max_model_len,
+            tokenizer=self.tokenizer,
+            eos_token_ids=eos,
+            max_logprobs=self.max_logprobs,
+            logprobs_mode=self.logprobs_mode,  # type: ignore[arg-type]  # checked at birth
+            seed=self.seed,
+            load_format=self.load_format,  # type: ignore[arg-type]  # checked at birth
+            generation_defaults=self._generation_defaults(source),
+        )
+
+    def _generation_defaults(self, source: ModelSource) -> dict[str, Any]:
+        if self.generation_config == "auto":
+            found: Mapping[str, Any] = source.generation_config
+        elif self.generation_config == "vllm":
+            found = {}
+        else:
+            found = resolve_model(self.generation_config).generation_config
+        found = {**found, **(self.override_generation_config or {})}
+        defaults = {name: found[name] for name in GENERATION_FIELDS if found.get(name) is not None}
+        if found.get("max_new_tokens") is not None:
+            defaults["max_tokens"] = found["max_new_tokens"]
+        return defaults
+
+    def _cache_dir(self) -> str | None:
+        if self.compilation_cache_dir is not None:
+            return self.compilation_cache_dir or None
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return str(Path(base) / "jaxllm" / "compiled")
+
+
+def _eos_token_ids(hf: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """The model's end-of-sequence ids, the one of the config first, then those that only the generation config has."""
+    ids: list[int] = []
+    for found in (hf.get("eos_token_id"), generation.get("eos_token_id")):
+        ids += found if isinstance(found, list) else [] if found is None else [found]
+    return tuple(dict.fromkeys(ids))
+
+
+def _resolve_dtype(dtype: str, hf: Mapping[str, Any], platform: str) -> str:
+    if dtype == "half":
+        return "float16"
+    if dtype == "float":
+        return "float32"
+    if dtype != "auto":
+        return dtype
+    if platform == "cpu":
+        return "float32"  # XLA:CPU is quick in float32 only, and exact
+    own = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
+    return "bfloat16" if own == "float32" else str(own)

@@ -1,0 +1,1 @@
+"""Models: from token ids to logits."""

@@ -1,0 +1,146 @@
+"""The Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen 2 and 3. What sets its members apart are fields of DecoderConfig."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxllm.config import DecoderConfig
+from jaxllm.core.kv_cache_interface import KVCacheSpec
+from jaxllm.layers.attention import Attention, AttentionMetadata
+from jaxllm.layers.embedding import Embedding
+from jaxllm.layers.mlp import GatedMLP
+from jaxllm.layers.norm import RMSNorm
+from jaxllm.layers.rotary import rope_cos_sin, rope_frequencies
+from jaxllm.layers.spec import ParamSpec
+from jaxllm.models import decoder_params
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: jnp.dtype,
+        *,
+        sliding_window: int | None,
+        kv_group: int,
+        num_stripes: int,
+        mesh: Mesh | None,
+        attention_backend: str,
+    ) -> None:
+        norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.attention_norm = norm()
+        self.attention = Attention(
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=decoder_params.num_cache_heads(config, num_stripes),
+            head_dim=config.head_dim,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.attention_out_bias,
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+            sliding_window=sliding_window,
+            kv_group=kv_group,
+            num_stripes=num_stripes,
+            dtype=dtype,
+            mesh=mesh,
+            backend=attention_backend,
+        )
+        self.mlp_norm = norm()
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.hidden_act,
+            use_bias=config.mlp_bias,
+            num_stripes=num_stripes,
+            dtype=dtype,
+        )
+
+    def __call__(
+        self, x: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [T, M], kv_cache [N, 2, K, B, D], cos and sin [T, D/2] -> ([T, M], kv_cache)."""
+        attended, kv_cache = self.attention(self.attention_norm(x), kv_cache, metadata, cos, sin)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), kv_cache
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, final norm, output head."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: jnp.dtype,
+        *,
+        kv_groups: Sequence[tuple[int, int]],
+        num_stripes: int = 1,
+        mesh: Mesh | None = None,
+        attention_backend: str = "auto",
+    ) -> None:
+        """Parameters are zeros (scales ones): see `jaxllm.models.graph` for how weights get in.
+
+        Args:
+            kv_groups: of each layer, (KV cache group, array of the cache): `KVCacheConfig.array_of_layer()`.
+            num_stripes: devices that share the heads; see `ParamSpec.num_stripes`.
+            mesh: the devices, with an axis "tensor" of size `num_stripes`; None for one device.
+            attention_backend: `implementation` of `paged_attention`.
+
+        Raises:
+            ValueError: if the heads cannot be shared by `num_stripes` devices, or `kv_groups` does not fit.
+        """
+        if len(kv_groups) != config.num_layers:
+            raise ValueError(f"kv_groups has {len(kv_groups)} entries for {config.num_layers} layers")
+        decoder_params.check_stripes(config, num_stripes)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nnx.List(
+            DecoderLayer(
+                config,
+                dtype,
+                sliding_window=window,
+                kv_group=group,
+                num_stripes=num_stripes,
+                mesh=mesh,
+                attention_backend=attention_backend,
+            )
+            for window, (group, _) in zip(config.sliding_windows, kv_groups, strict=True)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.lm_head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.config = config
+        self.array_of_layer = tuple(array for _, array in kv_groups)
+
+    def __call__(
+        self, token_ids: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """token_ids int32 [T], kv_caches of [N, 2, K, B, D] -> (hidden [T, M] after the final norm, kv_caches)."""
+        caches = list(kv_caches)
+        inv_freq, factor = rope_frequencies(self.config.rope, self.config.head_dim, self.config.max_position_embeddings)
+        cos, sin = rope_cos_sin(metadata.positions, inv_freq, factor)
+        x = self.embed(token_ids)
+        for layer, array in zip(self.layers, self.array_of_layer, strict=True):
+            x, caches[array] = layer(x, caches[array], metadata, cos, sin)
+        return self.norm(x), tuple(caches)
+
+    def compute_logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [R, M] -> float32 [R, V]."""
+        return (self.lm_head or self.embed).logits(hidden)
+
+    @staticmethod
+    def param_specs(config: DecoderConfig, dtype: str, num_stripes: int = 1) -> list[ParamSpec]:
+        """Every parameter and the checkpoint tensors that it is made of."""
+        return decoder_params.param_specs(config, dtype, num_stripes)
+
+    @staticmethod
+    def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
+        """Regular expressions for whole names of checkpoint tensors that the model does not need."""
+        return decoder_params.ignored_tensors(config)
+
+    @staticmethod
+    def kv_cache_specs(config: DecoderConfig, block_size: int, dtype: str, num_stripes: int = 1) -> list[KVCacheSpec]:
+        """What each layer keeps in the KV cache."""
+        return decoder_params.kv_cache_specs(config, block_size, dtype, num_stripes)

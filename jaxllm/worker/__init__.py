@@ -1,0 +1,1 @@
+"""The device side: from a SchedulerOutput to token ids."""

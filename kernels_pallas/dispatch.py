@@ -1,0 +1,46 @@
+"""Picks an implementation of an operation.
+
+A named implementation is an order: it works or raises. "auto" may choose, and says once in the log what it chose and why.
+"""
+
+import functools
+import logging
+from collections.abc import Mapping
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+
+def choose(operation: str, implementation: str, available: Mapping[str, tuple[str, ...]]) -> str:
+    """The name of the implementation to run.
+
+    Args:
+        implementation: "auto" or a name.
+        available: name -> platforms that it runs on ("cpu", "gpu", …; empty for all), best first.
+
+    Raises:
+        ValueError: if `implementation` is unknown or does not run on the default backend.
+    """
+    platform = jax.default_backend()
+    if implementation != "auto":
+        if implementation not in available:
+            raise ValueError(
+                f"implementation of {operation} must be one of {', '.join(['auto', *available])}, got {implementation!r}"
+            )
+        platforms = available[implementation]
+        if platforms and platform not in platforms:
+            raise ValueError(
+                f"implementation {implementation!r} of {operation} runs on {', '.join(platforms)}, not on {platform}"
+            )
+        return implementation
+    for name, platforms in available.items():
+        if not platforms or platform in platforms:
+            _log_once(operation, name, platform)
+            return name
+    raise ValueError(f"no implementation of {operation} runs on {platform}")
+
+
+@functools.cache
+def _log_once(operation: str, name: str, platform: str) -> None:
+    logger.info("%s: %s, the first choice on %s", operation, name, platform)
