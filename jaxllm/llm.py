@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from jaxllm.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from jaxllm.engine.input_processor import Prompt, TokensPrompt, is_single_prompt
+from jaxllm.engine.input_processor import Prompt, TokensPrompt, as_prompt_list
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.metrics import Metric
 from jaxllm.outputs import RequestOutput
@@ -175,7 +175,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
         """The `beam_width` most probable continuations of each prompt; see BeamSearchParams."""
-        return beam_search(self, [prompts] if is_single_prompt(prompts) else list(prompts), params, use_tqdm)  # type: ignore[arg-type, list-item]
+        return beam_search(self, as_prompt_list(prompts), params, use_tqdm)
 
     def get_tokenizer(self) -> "PreTrainedTokenizerFast":
         """The tokenizer. Raises ValueError if there is none."""
@@ -221,9 +221,7 @@ class LLM:
         request_ids: list[str],
     ) -> None:
         """Check all, then queue all; `request_ids` gets the ids of those that are queued."""
-        prompt_list: Sequence[Any] = [prompts] if is_single_prompt(prompts) else prompts  # type: ignore[assignment]
-        if not isinstance(prompt_list, Sequence):
-            raise ValueError(f"prompts must be a prompt or a list of prompts, got {prompts!r}")
+        prompt_list = as_prompt_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params_list = _one_each("sampling_params", sampling_params, len(prompt_list))

@@ -120,7 +120,7 @@ class EngineCore:
             Whether it was done: not while blocks are in use.
         """
         self.check_alive()
-        return self.scheduler.reset_prefix_cache(reset_running_requests)
+        return self.scheduler.reset_prefix_cache(reset_running_requests, time.monotonic())
 
     def collective_rpc(
         self,

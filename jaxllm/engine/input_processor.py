@@ -36,11 +36,19 @@ class TokensPrompt(TypedDict):
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 
 
-def is_single_prompt(prompts: "Prompt | Sequence[Prompt]") -> bool:
-    """Whether this is one prompt, not a list of them. A list of integers is one."""
+def as_prompt_list(prompts: "Prompt | Sequence[Prompt]") -> "list[Prompt]":
+    """One prompt or many as a list. A list of integers is one prompt, an empty list none.
+
+    Raises:
+        ValueError: if it is neither.
+    """
     if isinstance(prompts, str | Mapping):
-        return True
-    return bool(prompts) and all(isinstance(item, int | np.integer) for item in prompts)
+        return [prompts]  # type: ignore[list-item]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise ValueError(f"prompts must be a prompt or a list of prompts, got {prompts!r}")
+    if prompts and all(isinstance(item, int | np.integer) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
 
 
 class InputProcessor:

@@ -9,7 +9,7 @@ from toy_engine import EOS, IM_END, VOCAB_SIZE, make_config
 from transformers import PreTrainedTokenizerFast
 
 from jaxllm.core.types import EngineCoreRequest
-from jaxllm.engine.input_processor import InputProcessor, is_single_prompt
+from jaxllm.engine.input_processor import InputProcessor, as_prompt_list
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -88,12 +88,18 @@ def test_cache_salt_of_the_call_is_for_prompts_without_one(processor: InputProce
         assert processor.process_inputs("r", prompt, SamplingParams(), cache_salt="call")[0].cache_salt == salt
 
 
-@pytest.mark.parametrize(
-    ("prompts", "single"),
-    [("a", True), ({"prompt": "a"}, True), ([1, 2], True), ([np.int32(1)], True), (["a"], False), ([[1]], False), ([], False)],
-)
-def test_is_single_prompt(prompts: Any, single: bool) -> None:
-    assert is_single_prompt(prompts) is single
+@pytest.mark.parametrize("prompt", ["a", "", {"prompt": "a"}, [1, 2], [np.int32(1)], (3,), [True]])
+def test_one_prompt_or_many(prompt: Any) -> None:
+    assert as_prompt_list(prompt) == [prompt]
+    assert as_prompt_list([prompt]) == [prompt]
+    assert as_prompt_list((prompt, "b")) == [prompt, "b"]
+    assert as_prompt_list([]) == []
+
+
+@pytest.mark.parametrize("prompts", [5, None, b"ab", {5}])
+def test_neither_one_prompt_nor_many(prompts: Any) -> None:
+    with pytest.raises(ValueError, match="prompts must be a prompt or a list of prompts, got"):
+        as_prompt_list(prompts)
 
 
 @pytest.mark.parametrize(
