@@ -141,11 +141,12 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
 
     def get_next_output_text(self, finished: bool, delta: bool) -> str:
         text = self.output_text
-        end = len(text) if finished else max(0, len(text) - self.num_held_back)
+        end = len(text)
+        if self.num_held_back and not finished:
+            end = max(0, end - self.num_held_back)
         if not delta:
             return text[:end]
-        start = min(self.num_sent_chars, end)
-        self.num_sent_chars = end
+        start, self.num_sent_chars = self.num_sent_chars, end
         return text[start:end]
 
     def _decode_next(self, token_id: int) -> str:

@@ -1,5 +1,6 @@
 """Arrays of log probabilities to the lists of dicts (or FlatLogprobs) of a RequestOutput."""
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from jaxllm.core.output import LogprobsLists
@@ -28,8 +29,11 @@ class TokenTexts:
         """
         text = self.texts.get(token_id)
         if text is None:
-            text = self.texts[token_id] = self.tokenizer.decode([token_id], skip_special_tokens=False)
-        return self._text_after(context, token_id) if text.endswith(REPLACEMENT) else text
+            text = self.tokenizer.decode([token_id], skip_special_tokens=False)
+            if text.endswith(REPLACEMENT):
+                return self._text_after(context, token_id)
+            self.texts[token_id] = text
+        return text
 
     def _text_after(self, context: list[int], token_id: int) -> str:
         for num_tokens in range(1, min(MAX_OPEN_BYTES, len(context)) + 1):
@@ -85,14 +89,15 @@ class LogprobsProcessor:
             num_tokens: how many of the output's tokens to take; the others came after a stop string.
         """
         if output.new_logprobs is not None and self.logprobs is not None:
-            self._add_sampled(output.new_logprobs.slice(0, num_tokens))
+            self._add_sampled(output.new_logprobs, num_tokens)
         if output.new_prompt_logprobs is not None and self.num_prompt_logprobs is not None:
             self._add_prompt(output.new_prompt_logprobs)
 
-    def _add_sampled(self, lists: LogprobsLists) -> None:
+    def _add_sampled(self, lists: LogprobsLists, num_tokens: int) -> None:
         assert self.logprobs is not None
         assert self.num_logprobs is not None
-        for token_ids, logprobs, rank in zip(*_columns(lists, self.num_logprobs), strict=True):
+        columns = _columns(lists, self.num_logprobs)
+        for token_ids, logprobs, rank in islice(zip(*columns, strict=True), num_tokens):
             self.cumulative_logprob += logprobs[0]
             self._append(self.logprobs, token_ids, logprobs, rank, self.ranked, self.context)
             self.context = [*self.context[1 - MAX_OPEN_BYTES :], token_ids[0]]
@@ -115,20 +120,21 @@ class LogprobsProcessor:
     def _append(
         self, to: SampleLogprobs, token_ids: list[int], logprobs: list[float], rank: int, ranked: bool, context: list[int]
     ) -> None:
-        # The token itself comes first; where it is also among the best it is not repeated.
-        repeated = token_ids.index(token_ids[0], 1) if token_ids[0] in token_ids[1:] else 0
-        ranks: list[int | None] = [rank, *(range(1, len(token_ids)) if ranked else [None] * (len(token_ids) - 1))]
-        if repeated:
-            token_ids = token_ids[:repeated] + token_ids[repeated + 1 :]
-            logprobs = logprobs[:repeated] + logprobs[repeated + 1 :]
-            del ranks[repeated]
-        texts: list[str | None] = [None] * len(token_ids)
-        if self.token_texts is not None:
-            texts = [self.token_texts.get(token_id, context) for token_id in token_ids]
-        if isinstance(to, FlatLogprobs):
-            to.append_lists(token_ids, logprobs, ranks, texts)
+        token_id, num_others = token_ids[0], len(token_ids) - 1
+        ranks: list[int | None] = [rank, *(range(1, num_others + 1) if ranked else [None] * num_others)]
+        if num_others and token_id in token_ids[1:]:  # the token comes first, and is not repeated among the others
+            repeated = token_ids.index(token_id, 1)
+            del token_ids[repeated], logprobs[repeated], ranks[repeated]
+        texts: list[str | None]
+        if self.token_texts is None:
+            texts = [None] * len(token_ids)
         else:
-            to.append(dict(zip(token_ids, map(Logprob, logprobs, ranks, texts), strict=True)))
+            get = self.token_texts.get
+            texts = [get(token_id, context) for token_id in token_ids]
+        if self.flat:
+            to.append_lists(token_ids, logprobs, ranks, texts)  # type: ignore[union-attr]
+        else:
+            to.append(dict(zip(token_ids, map(Logprob, logprobs, ranks, texts), strict=True)))  # type: ignore[arg-type]
 
     def take_prompt_logprobs(self) -> PromptLogprobs | None:
         """Give the prompt's log probabilities away, so that a stream sends them once."""
@@ -138,6 +144,8 @@ class LogprobsProcessor:
 
 def _columns(lists: LogprobsLists, num_logprobs: int) -> tuple[list[list[int]], list[list[float]], list[int]]:
     """Python lists of the columns that were asked for. A batch has as many as its most demanding request, or more."""
-    stop = None if num_logprobs == -1 else 1 + num_logprobs
-    assert stop is None or lists.token_ids.shape[1] >= stop, f"{lists.token_ids.shape[1]} columns of logprobs, {stop} wanted"
-    return lists.token_ids[:, :stop].tolist(), lists.logprobs[:, :stop].tolist(), lists.ranks.tolist()
+    token_ids, logprobs = lists.token_ids, lists.logprobs
+    if num_logprobs != -1 and token_ids.shape[1] != 1 + num_logprobs:
+        assert token_ids.shape[1] > num_logprobs, f"{token_ids.shape[1]} columns of logprobs, {1 + num_logprobs} wanted"
+        token_ids, logprobs = token_ids[:, : 1 + num_logprobs], logprobs[:, : 1 + num_logprobs]
+    return token_ids.tolist(), logprobs.tolist(), lists.ranks.tolist()

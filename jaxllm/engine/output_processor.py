@@ -50,12 +50,13 @@ class RequestState:
         "detokenizer",
         "external_id",
         "index",
+        "is_delta",
+        "is_final_only",
         "is_prefilling",
         "logprobs",
         "max_tokens",
         "num_cached_tokens",
         "num_sent_tokens",
-        "output_kind",
         "parent",
         "prompt",
         "prompt_token_ids",
@@ -88,7 +89,8 @@ class RequestState:
         self.queue = queue
         self.detokenizer = detokenizer
         self.logprobs = logprobs
-        self.output_kind = params.output_kind
+        self.is_delta = params.output_kind is RequestOutputKind.DELTA
+        self.is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         self.max_tokens = params.max_tokens
         self.stream_interval = max(stream_interval, params.stream_interval or 1)
         self.stats = stats
@@ -105,7 +107,7 @@ class RequestState:
         """
         finished = finish_reason is not None
         if not finished:
-            if self.output_kind is RequestOutputKind.FINAL_ONLY:
+            if self.is_final_only:
                 return None
             num_new_tokens = len(self.detokenizer.token_ids) - self.num_sent_tokens
             if self.num_sent_tokens and num_new_tokens < self.stream_interval:
@@ -118,8 +120,7 @@ class RequestState:
             finished = not self.parent.unfinished
         prompt_logprobs = None
         if self.logprobs is not None:
-            delta = self.output_kind is RequestOutputKind.DELTA
-            prompt_logprobs = self.logprobs.take_prompt_logprobs() if delta else self.logprobs.prompt_logprobs
+            prompt_logprobs = self.logprobs.take_prompt_logprobs() if self.is_delta else self.logprobs.prompt_logprobs
         return RequestOutput(
             self.external_id,
             self.prompt,
@@ -133,20 +134,19 @@ class RequestState:
 
     def _make_completion_output(self, finish_reason: FinishReason | None, stop_reason: int | str | None) -> CompletionOutput:
         finished = finish_reason is not None
-        delta = self.output_kind is RequestOutputKind.DELTA
         token_ids = self.detokenizer.token_ids
+        num_tokens = len(token_ids)
         logprobs = cumulative_logprob = None
         if self.logprobs is not None and self.logprobs.logprobs is not None:
             logprobs, cumulative_logprob = self.logprobs.logprobs, self.logprobs.cumulative_logprob
-        num_tokens = len(token_ids)
-        if delta or not finished:  # a copy: what has been given away does not change any more
-            start = self.num_sent_tokens if delta else 0
+        if self.is_delta or not finished:  # a copy: what has been given away does not change any more
+            start = self.num_sent_tokens if self.is_delta else 0
             token_ids = token_ids[start:]
             logprobs = logprobs[start:] if logprobs is not None else None
         self.num_sent_tokens = num_tokens
         return CompletionOutput(
             self.index,
-            self.detokenizer.get_next_output_text(finished, delta),
+            self.detokenizer.get_next_output_text(finished, self.is_delta),
             token_ids,
             cumulative_logprob,
             logprobs,
@@ -250,38 +250,44 @@ class OutputProcessor:
             iteration: counts the step.
         """
         result = OutputProcessorOutput()
+        request_states, request_outputs, stop = self.request_states, result.request_outputs, FinishReason.STOP
         for output in outputs:
-            state = self.request_states.get(output.request_id)
+            state = request_states.get(output.request_id)
             if state is None:
                 continue  # aborted while the step ran
             finish_reason, stop_reason = output.finish_reason, output.stop_reason
-            detokenizer = state.detokenizer
-            num_before = len(detokenizer.token_ids)
-            stop_string = detokenizer.update(output.new_token_ids, finish_reason is FinishReason.STOP)
-            num_new_tokens = len(detokenizer.token_ids) - num_before
+            token_ids = state.detokenizer.token_ids
+            num_new_tokens = -len(token_ids)
+            stop_string = state.detokenizer.update(output.new_token_ids, finish_reason is stop)
+            num_new_tokens += len(token_ids)
             if stop_string is not None:
-                finish_reason, stop_reason = FinishReason.STOP, stop_string
-            if iteration is not None and state.stats is not None:
+                finish_reason, stop_reason = stop, stop_string
+            if iteration is not None:
+                assert state.stats is not None
                 iteration.update(state.stats, output, num_new_tokens, timestamp, len(state.prompt_token_ids), state.is_prefilling)
             if state.is_prefilling:
                 state.is_prefilling = False
                 state.num_cached_tokens = output.num_cached_tokens
             if state.logprobs is not None:
                 state.logprobs.update(output, num_new_tokens)
-            if finish_reason is FinishReason.ERROR and state.queue is not None:
-                state.queue.put(RequestFailedError(f"request {state.external_id} failed in the engine"))
-            elif (request_output := state.make_request_output(finish_reason, stop_reason)) is not None:
-                if state.queue is not None:
+            request_output = state.make_request_output(finish_reason, stop_reason)
+            if request_output is not None:
+                if state.queue is None:
+                    request_outputs.append(request_output)
+                elif finish_reason is not FinishReason.ERROR:
                     state.queue.put(request_output)
-                else:
-                    result.request_outputs.append(request_output)
             if finish_reason is not None:
-                self._forget(state)
-                if iteration is not None:
-                    self._count_finished(state, finish_reason, iteration)
+                self._finish(state, finish_reason, iteration)
                 if not output.finished:
                     result.reqs_to_abort.append(state.request_id)
         return result
+
+    def _finish(self, state: RequestState, reason: FinishReason, iteration: IterationStats | None) -> None:
+        if reason is FinishReason.ERROR and state.queue is not None:
+            state.queue.put(RequestFailedError(f"request {state.external_id} failed in the engine"))
+        self._forget(state)
+        if iteration is not None:
+            self._count_finished(state, reason, iteration)
 
     def _forget(self, state: RequestState) -> None:
         del self.request_states[state.request_id]
