@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from jaxllm.weights.source import ModelSource, resolve_model
+
+from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
