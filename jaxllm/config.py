@@ -349,6 +349,7 @@ class EngineConfig:
         attention_backend: "auto" picks by device.
         compilation_cache_dir: where compiled steps are kept between runs; None for nowhere.
         log_stats: whether the engine counts and times its steps.
+        stream_interval: tokens between two outputs of a stream; the first and the last always come at once.
     """
 
     model: ModelConfig
@@ -358,3 +359,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     compilation_cache_dir: str | None = None
     log_stats: bool = True
+    stream_interval: int = 1
+
+    def __post_init__(self) -> None:
+        check_at_least("stream_interval", self.stream_interval, 1)

@@ -1,0 +1,1 @@
+"""From a prompt to the engine core and back to text."""

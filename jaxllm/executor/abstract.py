@@ -1,0 +1,70 @@
+"""Executor: what the engine core asks of whoever runs the model."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.core.kv_cache_interface import KVCacheConfig
+from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
+
+
+class Executor(ABC):
+    """Runs the workers. Made by the engine core, which then calls `initialize` once, before anything else.
+
+    One caller at a time. After an exception from `execute_model` the device state is not known: the engine core is dead.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    @staticmethod
+    def get_class() -> "type[Executor]":
+        """The executor to use when none is named. Imported here: a front end without an engine core must not import jax."""
+        from jaxllm.executor.uniproc import UniProcExecutor
+
+        return UniProcExecutor
+
+    @abstractmethod
+    def initialize(self) -> KVCacheConfig:
+        """Find the devices, load the model, size and allocate the KV cache, compile the steps.
+
+        Returns:
+            The KV cache that the scheduler may hand out.
+
+        Raises:
+            ValueError: if the configuration does not fit the model or the devices.
+        """
+
+    @abstractmethod
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step. Called also without scheduled tokens, when requests ended: the workers then forget them."""
+
+    @abstractmethod
+    def collective_rpc(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker.
+
+        Args:
+            timeout: seconds to wait for all answers; None to wait for ever.
+
+        Returns:
+            The answers, in the order of the workers' ranks.
+
+        Raises:
+            AttributeError: if the workers have no such method.
+            TimeoutError: if an answer came too late.
+        """
+
+    def check_health(self) -> None:
+        """Raise RuntimeError if a worker is gone. An executor in this process has none that could be."""
+        return
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Free devices and end processes. May be called more than once, and after a failure."""
