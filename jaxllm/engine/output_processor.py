@@ -131,9 +131,7 @@ class RequestState:
             self.num_cached_tokens,
         )
 
-    def _make_completion_output(
-        self, finish_reason: FinishReason | None, stop_reason: int | str | None
-    ) -> CompletionOutput:
+    def _make_completion_output(self, finish_reason: FinishReason | None, stop_reason: int | str | None) -> CompletionOutput:
         finished = finish_reason is not None
         delta = self.output_kind is RequestOutputKind.DELTA
         token_ids = self.detokenizer.token_ids
@@ -264,9 +262,7 @@ class OutputProcessor:
             if stop_string is not None:
                 finish_reason, stop_reason = FinishReason.STOP, stop_string
             if iteration is not None and state.stats is not None:
-                iteration.update(
-                    state.stats, output, num_new_tokens, timestamp, len(state.prompt_token_ids), state.is_prefilling
-                )
+                iteration.update(state.stats, output, num_new_tokens, timestamp, len(state.prompt_token_ids), state.is_prefilling)
             if state.is_prefilling:
                 state.is_prefilling = False
                 state.num_cached_tokens = output.num_cached_tokens

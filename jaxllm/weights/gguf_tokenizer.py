@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -209,7 +207,9 @@ def _add_special_tokens(file: GgufFile, tokenizer: "Tokenizer", config: dict[str
 
 def _chat_template(file: GgufFile) -> str | list[dict[str, str]] | None:
     template = file.metadata.get("tokenizer.chat_template")
-    named = {name: file.metadata.get(f"tokenizer.chat_template.{name}") for name in file.metadata.get("tokenizer.chat_templates", ())}
+    named = {
+        name: file.metadata.get(f"tokenizer.chat_template.{name}") for name in file.metadata.get("tokenizer.chat_templates", ())
+    }
     named = {name: text for name, text in named.items() if text}
     if not named:
         return template

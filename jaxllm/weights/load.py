@@ -72,7 +72,9 @@ def check_tensors(reader: TensorReader, specs: Sequence[ParamSpec], ignore: Sequ
         raise ValueError(f"the model does not use {_some(unused)} of {reader.where(unused[0])}")
     for name, part in parts.items():
         if tuple(reader.shapes[name]) != part.shape:
-            raise ValueError(f"tensor {name} of {reader.where(name)} has shape {reader.shapes[name]}, the model needs {part.shape}")
+            raise ValueError(
+                f"tensor {name} of {reader.where(name)} has shape {reader.shapes[name]}, the model needs {part.shape}"
+            )
         if reader.dtypes[name] not in FLOAT_TYPES:
             raise ValueError(f"tensor {name} of {reader.where(name)} has type {reader.dtypes[name]}, which is not supported")
 
@@ -155,7 +157,9 @@ def read_slice(reader: TensorReader, spec: ParamSpec, index: tuple[slice, ...], 
         reader.read(name, piece.index, view)
         narrowed = spec.dtype == "float16" and reader.dtypes[name] != "float16"
         if narrowed and not np.isfinite(view).all():
-            raise ValueError(f"tensor {name} of {reader.where(name)} has values that float16 cannot hold; use bfloat16 or float32")
+            raise ValueError(
+                f"tensor {name} of {reader.where(name)} has values that float16 cannot hold; use bfloat16 or float32"
+            )
 
     for _ in pool.map(read, (chunk for piece in pieces(spec, index) for chunk in _chunks(piece))):
         pass

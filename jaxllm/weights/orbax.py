@@ -108,7 +108,9 @@ def restore_params(
         # Specs may share a tensor (tied embeddings), each with a sharding of its own.
         for group in [[spec] for spec in batch] if _share_tensors(batch) else [batch]:
             args = {
-                part.name: ocp.ArrayRestoreArgs(sharding=part_sharding(item, part, shardings[item.path]), dtype=dtype_of(item.dtype))
+                part.name: ocp.ArrayRestoreArgs(
+                    sharding=part_sharding(item, part, shardings[item.path]), dtype=dtype_of(item.dtype)
+                )
                 for item in group
                 for part in item.parts
             }
@@ -241,9 +243,7 @@ def convert(
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
-    return save_checkpoint(
-        tensors(), out, hf_config=config, generation_config=source.generation_config, tokenizer=source
-    )
+    return save_checkpoint(tensors(), out, hf_config=config, generation_config=source.generation_config, tokenizer=source)
 
 
 def _assemble(parts: tuple[jax.Array, ...], *, layout: tuple[bool, int, tuple[tuple[int, int], ...]]) -> jax.Array:
@@ -338,7 +338,9 @@ def _write_tensors(tensors: Iterable[tuple[str, Any]], folder: Path) -> None:
         if name in names:
             raise ValueError(f"tensor {name} is given twice")
         if not isinstance(values, np.ndarray | jax.Array) or np.dtype(values.dtype).name not in FLOAT_TYPES:
-            raise ValueError(f"tensor {name} must be an array of a floating point type, got {getattr(values, 'dtype', type(values))}")
+            raise ValueError(
+                f"tensor {name} must be an array of a floating point type, got {getattr(values, 'dtype', type(values))}"
+            )
         if group and size + values.nbytes > _GROUP_BYTES:
             flush()
         group[name] = values
