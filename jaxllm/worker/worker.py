@@ -3,18 +3,25 @@
 The order matters: init_device → load_model → determine_available_memory → init_kv_cache → compile_and_warm_up.
 """
 
+import dataclasses
 import logging
 
 import jax
-from jaxllm.weights.dummy import dummy_params
-from jaxllm.weights.load import load_params
-from jaxllm.weights.source import resolve_model
+import psutil
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, make_kv_cache_groups
+from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.models.graph import build_model_graph
 from jaxllm.models.registry import model_class
+from jaxllm.weights.dummy import dummy_params
+from jaxllm.weights.load import load_params
+from jaxllm.weights.source import resolve_model
+from jaxllm.worker.buckets import Buckets
 from jaxllm.worker.compile_cache import CompileCounter, enable_persistent_cache
+from jaxllm.worker.kv_cache import check_num_blocks, num_blocks_in, total_bytes
+from jaxllm.worker.model_runner import ModelRunner
+from jaxllm.worker.row_state import state_bytes
 from sharding.mesh import make_mesh
 from sharding.rules import sharding_of
 
