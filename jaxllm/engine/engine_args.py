@@ -12,9 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxllm.weights.source import ModelSource, resolve_model
-
 from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from jaxllm.weights.source import ModelSource, resolve_model
 
 logger = logging.getLogger(__name__)
 

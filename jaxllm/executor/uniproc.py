@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.executor.abstract import Executor
-
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig
 from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
+from jaxllm.executor.abstract import Executor
 from jaxllm.worker.worker import Worker
 
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jaxllm.sample.logprobs import LogprobsArrays, concatenate, sampled_logprobs
-from jaxllm.sample.state import default_seed, pack_row
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig
 from jaxllm.core.output import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput, SchedulerOutput
 from jaxllm.models.graph import ModelGraph
+from jaxllm.sample.logprobs import LogprobsArrays, concatenate, sampled_logprobs
+from jaxllm.sample.state import default_seed, pack_row
 from jaxllm.worker import row_state
 from jaxllm.worker.batch import BatchLayout
 from jaxllm.worker.buckets import Bucket, Buckets

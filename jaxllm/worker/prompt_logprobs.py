@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxllm.sample.limits import MAX_LOGPROB_TOKEN_IDS
-from jaxllm.sample.logprobs import concatenate, prompt_logprobs, to_lists
 
 from jaxllm.config import ModelConfig
 from jaxllm.core.output import LogprobsLists, NewRequestData, SchedulerOutput
 from jaxllm.models.graph import ModelGraph
+from jaxllm.sample.limits import MAX_LOGPROB_TOKEN_IDS
+from jaxllm.sample.logprobs import concatenate, prompt_logprobs, to_lists
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.worker.input_batch import InputBatch
 

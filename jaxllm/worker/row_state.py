@@ -9,9 +9,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxllm.sample.state import PackedRow, SamplingState
 
 from jaxllm.sample import state as sampling_state
+from jaxllm.sample.state import PackedRow, SamplingState
 
 ROWS_PER_WRITE = 8
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxllm.sample.sampler import SamplerOutput, sample
-from jaxllm.sample.state import gather, update
 
 from jaxllm.config import LogprobsMode
 from jaxllm.models.graph import ModelGraph
+from jaxllm.sample.sampler import SamplerOutput, sample
+from jaxllm.sample.state import gather, update
 from jaxllm.worker.batch import Batch, BatchLayout
 from jaxllm.worker.row_state import RowState
 
