@@ -34,15 +34,10 @@ CPU_ROWS_PER_GROUP = 32
 
 
 class Worker:
-    """Drives the local devices. What the executor calls, and nothing above it knows jax.
+    """Drives the local devices. What the executor calls, and nothing above it knows jax."""
 
-    Args:
-        progress: show progress bars.
-    """
-
-    def __init__(self, config: EngineConfig, progress: bool = False) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.progress = progress
 
     def init_device(self) -> None:
         """Start jax, choose the devices and lay the mesh over them.
@@ -87,7 +82,7 @@ class Worker:
         if model.load_format not in ("auto", source.kind):
             raise ValueError(f"load_format is {model.load_format!r}, but {source.path} holds {source.kind}")
         ignore = model_class(model.decoder.architecture).ignored_tensors(model.decoder)
-        return load_params(source, self.graph.specs, shardings=shardings, ignore=ignore, progress=self.progress)
+        return load_params(source, self.graph.specs, shardings=shardings, ignore=ignore, progress=self.config.use_tqdm_on_load)
 
     def determine_available_memory(self) -> KVCacheConfig:
         """Decide how many blocks there are, from what weights, rows and the largest compiled step leave.
@@ -135,7 +130,7 @@ class Worker:
     def compile_and_warm_up(self) -> None:
         """Compile every bucket, then run them once: on a GPU all of them, since the first run picks algorithms and records
         command buffers; on a CPU, where it does not, the smallest decode bucket only."""
-        self.runner.compile_all(self.progress)
+        self.runner.compile_all(self.config.use_tqdm_on_load)
         buckets = list(self.runner.buckets)
         self.runner.warm_up(buckets if self.devices[0].platform == "gpu" else self.runner.buckets.decode[:1])
         # From here on a compilation is a fault.
