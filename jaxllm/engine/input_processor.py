@@ -194,9 +194,7 @@ class InputProcessor:
             if value is not None and value > most:
                 raise ValueError(f"{name} must be at most {most} (max_logprobs), got {value}")
         if params.prompt_logprob_start is not None and params.num_prompt_logprobs is None:
-            raise ValueError(
-                f"prompt_logprob_start needs prompt_logprobs, got prompt_logprob_start={params.prompt_logprob_start}"
-            )
+            raise ValueError(f"prompt_logprob_start needs prompt_logprobs, got {params.prompt_logprob_start} without")
 
     def _complete_bad_words(self, params: SamplingParams) -> None:
         if not params.bad_words:
