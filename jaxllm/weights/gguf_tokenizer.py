@@ -1,8 +1,8 @@
 """The tokenizer that the metadata of a GGUF file describes, as a `tokenizers.Tokenizer`.
 
-transformers' own conversion needs torch and has no pre-tokenizer for SmolLM. What a `tokenizer.ggml.pre` means (patterns, whether
-a whole word goes before its merges, whether BOS is added) is defined by llama.cpp's src/llama-vocab.cpp; the patterns are those of
-the models' own tokenizer.json.
+transformers' own conversion needs torch and has no pre-tokenizer for SmolLM. What a `tokenizer.ggml.pre` means (patterns,
+whether a whole word goes before its merges, whether BOS is added) is defined by llama.cpp's src/llama-vocab.cpp; the patterns
+are those of the models' own tokenizer.json.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -208,9 +206,10 @@ def _add_special_tokens(file: GgufFile, tokenizer: "Tokenizer", config: dict[str
 
 
 def _chat_template(file: GgufFile) -> str | list[dict[str, str]] | None:
-    template = file.metadata.get("tokenizer.chat_template")
-    named = {name: file.metadata.get(f"tokenizer.chat_template.{name}") for name in file.metadata.get("tokenizer.chat_templates", ())}
-    named = {name: text for name, text in named.items() if text}
+    get = file.metadata.get
+    template = get("tokenizer.chat_template")
+    names = get("tokenizer.chat_templates", ())
+    named = {name: text for name in names if (text := get(f"tokenizer.chat_template.{name}"))}
     if not named:
         return template
     if template:
