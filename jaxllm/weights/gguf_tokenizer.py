@@ -1,8 +1,8 @@
 """The tokenizer that the metadata of a GGUF file describes, as a `tokenizers.Tokenizer`.
 
-transformers' own conversion needs torch and has no pre-tokenizer for SmolLM. What a `tokenizer.ggml.pre` means (patterns, whether
-a whole word goes before its merges, whether BOS is added) is defined by llama.cpp's src/llama-vocab.cpp; the patterns are those of
-the models' own tokenizer.json.
+transformers' own conversion needs torch and has no pre-tokenizer for SmolLM. What a `tokenizer.ggml.pre` means (patterns,
+whether a whole word goes before its merges, whether BOS is added) is defined by llama.cpp's src/llama-vocab.cpp; the patterns
+are those of the models' own tokenizer.json.
 """
 
 from collections.abc import Callable
@@ -206,11 +206,18 @@ def _add_special_tokens(file: GgufFile, tokenizer: "Tokenizer", config: dict[str
 
 
 def _chat_template(file: GgufFile) -> str | list[dict[str, str]] | None:
+<<<<<<< HEAD
     template = file.metadata.get("tokenizer.chat_template")
     named = {
         name: file.metadata.get(f"tokenizer.chat_template.{name}") for name in file.metadata.get("tokenizer.chat_templates", ())
     }
     named = {name: text for name, text in named.items() if text}
+=======
+    get = file.metadata.get
+    template = get("tokenizer.chat_template")
+    names = get("tokenizer.chat_templates", ())
+    named = {name: text for name in names if (text := get(f"tokenizer.chat_template.{name}"))}
+>>>>>>> weights
     if not named:
         return template
     if template:

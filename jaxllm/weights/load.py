@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxllm.layers.spec import ParamSpec, Part
-from jaxllm.weights.reader import FLOAT_TYPES, TensorReader, aligned_empty, dtype_of, open_reader
+from jaxllm.weights.reader import FLOAT_TYPES, TensorReader, aligned_empty, dtype_of, float16_overflow, open_reader
 from jaxllm.weights.source import ModelSource
 
 Item = TypeVar("Item")
@@ -46,7 +46,7 @@ def load_params(
         ValueError: naming the tensor, if one is missing, unused, of another shape than its spec says or of a type that is no
             floating point number; if a value is not finite in float16; or if the checkpoint cannot be read.
     """
-    shardings = _complete(specs, shardings)
+    shardings = complete_shardings(specs, shardings)
     with_progress = _progress_bar(len(specs)) if progress else iter
     if source.kind == "orbax":
         from jaxllm.weights.orbax import OrbaxReader, restore_params
@@ -65,18 +65,45 @@ def check_tensors(reader: TensorReader, specs: Sequence[ParamSpec], ignore: Sequ
     parts = {part.name: part for spec in specs for part in spec.parts}
     missing = [name for name in parts if name not in reader.shapes]
     if missing:
-        raise ValueError(f"the checkpoint lacks {_some(missing)}")
+        raise ValueError(f"the checkpoint lacks {_some('tensor', missing)}")
     patterns = [re.compile(pattern) for pattern in ignore]
     unused = [name for name in reader.shapes if name not in parts and not any(p.fullmatch(name) for p in patterns)]
     if unused:
-        raise ValueError(f"the model does not use {_some(unused)} of {reader.where(unused[0])}")
+        raise ValueError(f"the model does not use {_some('tensor', unused)} of {reader.where(unused[0])}")
     for name, part in parts.items():
         if tuple(reader.shapes[name]) != part.shape:
+<<<<<<< HEAD
             raise ValueError(
                 f"tensor {name} of {reader.where(name)} has shape {reader.shapes[name]}, the model needs {part.shape}"
             )
         if reader.dtypes[name] not in FLOAT_TYPES:
             raise ValueError(f"tensor {name} of {reader.where(name)} has type {reader.dtypes[name]}, which is not supported")
+=======
+            found = f"shape {reader.shapes[name]}, the model needs {part.shape}"
+        elif reader.dtypes[name] not in FLOAT_TYPES:
+            found = f"type {reader.dtypes[name]}, which is not supported"
+        else:
+            continue
+        raise ValueError(f"tensor {name} of {reader.where(name)} has {found}")
+
+
+def complete_shardings(specs: Sequence[ParamSpec], shardings: Mapping[str, Sharding] | None) -> Mapping[str, Sharding]:
+    """A sharding for every path of `specs`; the first device where none are given.
+
+    Raises:
+        ValueError: naming a path that is given twice or has no sharding.
+    """
+    paths = [spec.path for spec in specs]
+    if len(set(paths)) != len(paths):
+        twice = sorted(path for path in set(paths) if paths.count(path) > 1)
+        raise ValueError(f"given twice: {_some('parameter', twice)}")
+    if shardings is None:
+        return dict.fromkeys(paths, SingleDeviceSharding(jax.devices()[0]))
+    without = [path for path in paths if path not in shardings]
+    if without:
+        raise ValueError(f"no sharding is given for {_some('parameter', without)}")
+    return shardings
+>>>>>>> weights
 
 
 @dataclass(frozen=True)
@@ -157,9 +184,13 @@ def read_slice(reader: TensorReader, spec: ParamSpec, index: tuple[slice, ...], 
         reader.read(name, piece.index, view)
         narrowed = spec.dtype == "float16" and reader.dtypes[name] != "float16"
         if narrowed and not np.isfinite(view).all():
+<<<<<<< HEAD
             raise ValueError(
                 f"tensor {name} of {reader.where(name)} has values that float16 cannot hold; use bfloat16 or float32"
             )
+=======
+            raise float16_overflow(reader, name)
+>>>>>>> weights
 
     for _ in pool.map(read, (chunk for piece in pieces(spec, index) for chunk in _chunks(piece))):
         pass
@@ -198,18 +229,6 @@ def _read_params(
         yield spec.path, array
 
 
-def _complete(specs: Sequence[ParamSpec], shardings: Mapping[str, Sharding] | None) -> Mapping[str, Sharding]:
-    paths = [spec.path for spec in specs]
-    if len(set(paths)) != len(paths):
-        raise ValueError(f"a parameter is given twice: {_some([path for path in set(paths) if paths.count(path) > 1])}")
-    if shardings is None:
-        return dict.fromkeys(paths, SingleDeviceSharding(jax.devices()[0]))
-    without = [path for path in paths if path not in shardings]
-    if without:
-        raise ValueError(f"no sharding is given for {_some(without)}")
-    return shardings
-
-
 def _progress_bar(total: int):
     from tqdm import tqdm
 
@@ -219,6 +238,6 @@ def _progress_bar(total: int):
     return wrap
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
+def _some(kind: str, names: Sequence[str], most: int = 5) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{'tensor ' if len(names) == 1 else ''}{', '.join(names[:most])}{more}"
+    return f"{kind}{'s' * (len(names) > 1)} {', '.join(names[:most])}{more}"

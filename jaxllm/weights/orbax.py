@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxllm.config import DType, check_choice
 from jaxllm.layers.spec import ParamSpec, Part
-from jaxllm.weights.reader import FLOAT_TYPES, aligned_empty, copy_cast, dtype_of, open_reader
+from jaxllm.weights.reader import FLOAT_TYPES, aligned_empty, copy_cast, dtype_of, float16_overflow, open_reader
 from jaxllm.weights.source import ORBAX_FOLDER, ModelSource, orbax_checkpoints, resolve_model
 
 # Tensors are written in checkpoints of at most so many bytes (or one tensor), which bounds the host memory that it takes.
@@ -33,7 +33,7 @@ _GROUP_BYTES = 1 << 30
 # The unit of reading: a device that needs a slice reads the chunks that it touches.
 _CHUNK_BYTES = 16 << 20
 # Parameters are restored in batches of about so many bytes: a call to Orbax costs 10 ms whatever it reads.
-_BATCH_BYTES = 256 << 20
+_BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,12 @@ def restore_params(
             tensors = reader.restore(args)
             for item in group:
                 parts = tuple(tensors[part.name] for part in item.parts)
+                for part in item.parts:
+                    tensors.pop(part.name, None)
                 for part, array in zip(item.parts, parts, strict=True):
                     narrowed = item.dtype == "float16" and reader.dtypes[part.name] != "float16"
                     if narrowed and not jnp.isfinite(array).all():
-                        raise ValueError(
-                            f"tensor {part.name} of {reader.where(part.name)} has values that float16 cannot hold; "
-                            "use bfloat16 or float32"
-                        )
+                        raise float16_overflow(reader, part.name)
                 layout = (item.transpose, item.num_stripes, tuple((part.repeat, part.repeat_size) for part in item.parts))
                 key = (layout, shardings[item.path])
                 if key not in assemblers:
@@ -236,7 +235,7 @@ def convert(
             values = aligned_empty(shape, dtype_of(dtype or reader.dtypes[name]))
             reader.read(name, tuple(slice(0, size) for size in shape), values)
             if dtype == "float16" and not np.isfinite(values).all():
-                raise ValueError(f"tensor {name} of {reader.where(name)} has values that float16 cannot hold")
+                raise float16_overflow(reader, name)
             yield name, values
 
     config = dict(source.hf_config)
@@ -270,7 +269,8 @@ def _split_axis(mesh: Mesh, axis: str, num_groups: int) -> Mesh:
     at = mesh.axis_names.index(axis)
     shape = mesh.devices.shape
     names = (*mesh.axis_names[:at], f"{axis}_group", f"{axis}_copy", *mesh.axis_names[at + 1 :])
-    return Mesh(mesh.devices.reshape(*shape[:at], num_groups, -1, *shape[at + 1 :]), names)
+    types = (*mesh.axis_types[: at + 1], *mesh.axis_types[at:])
+    return Mesh(mesh.devices.reshape(*shape[:at], num_groups, -1, *shape[at + 1 :]), names, axis_types=types)
 
 
 def _batches(specs: Sequence[ParamSpec]) -> Iterator[list[ParamSpec]]:

@@ -60,6 +60,11 @@ def dtype_of(name: str) -> np.dtype:
     return _BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 
+def float16_overflow(reader: TensorReader, name: str) -> ValueError:
+    """The error for a tensor that does not fit the type that was asked for."""
+    return ValueError(f"tensor {name} of {reader.where(name)} has values that float16 cannot hold; use bfloat16 or float32")
+
+
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An uninitialised array that starts on a 64-byte boundary: the CPU backend takes it over without a copy."""
     size = math.prod(shape) * dtype.itemsize
@@ -77,10 +82,12 @@ def copy_cast(src: np.ndarray, out: np.ndarray) -> None:
     if src.dtype == out.dtype == _BFLOAT16:
         src, out = src.view(np.uint16), out.view(np.uint16)
     same_order = src.ndim != 2 or (src.strides[0] < src.strides[1]) == (out.strides[0] < out.strides[1])
-    if same_order or min(src.shape) <= _BLOCK:
-        np.copyto(out, src, casting="unsafe")
-        return
-    for row in range(0, src.shape[0], _BLOCK):
-        for col in range(0, src.shape[1], _BLOCK):
-            block = np.s_[row : row + _BLOCK, col : col + _BLOCK]
-            np.copyto(out[block], src[block], casting="unsafe")
+    # Who asks for float16 looks for what it could not hold.
+    with np.errstate(over="ignore"):
+        if same_order or min(src.shape) <= _BLOCK:
+            np.copyto(out, src, casting="unsafe")
+            return
+        for row in range(0, src.shape[0], _BLOCK):
+            for col in range(0, src.shape[1], _BLOCK):
+                block = np.s_[row : row + _BLOCK, col : col + _BLOCK]
+                np.copyto(out[block], src[block], casting="unsafe")
