@@ -206,18 +206,10 @@ def _add_special_tokens(file: GgufFile, tokenizer: "Tokenizer", config: dict[str
 
 
 def _chat_template(file: GgufFile) -> str | list[dict[str, str]] | None:
-<<<<<<< HEAD
-    template = file.metadata.get("tokenizer.chat_template")
-    named = {
-        name: file.metadata.get(f"tokenizer.chat_template.{name}") for name in file.metadata.get("tokenizer.chat_templates", ())
-    }
-    named = {name: text for name, text in named.items() if text}
-=======
     get = file.metadata.get
     template = get("tokenizer.chat_template")
     names = get("tokenizer.chat_templates", ())
     named = {name: text for name in names if (text := get(f"tokenizer.chat_template.{name}"))}
->>>>>>> weights
     if not named:
         return template
     if template:

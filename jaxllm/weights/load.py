@@ -72,13 +72,6 @@ def check_tensors(reader: TensorReader, specs: Sequence[ParamSpec], ignore: Sequ
         raise ValueError(f"the model does not use {_some('tensor', unused)} of {reader.where(unused[0])}")
     for name, part in parts.items():
         if tuple(reader.shapes[name]) != part.shape:
-<<<<<<< HEAD
-            raise ValueError(
-                f"tensor {name} of {reader.where(name)} has shape {reader.shapes[name]}, the model needs {part.shape}"
-            )
-        if reader.dtypes[name] not in FLOAT_TYPES:
-            raise ValueError(f"tensor {name} of {reader.where(name)} has type {reader.dtypes[name]}, which is not supported")
-=======
             found = f"shape {reader.shapes[name]}, the model needs {part.shape}"
         elif reader.dtypes[name] not in FLOAT_TYPES:
             found = f"type {reader.dtypes[name]}, which is not supported"
@@ -103,7 +96,6 @@ def complete_shardings(specs: Sequence[ParamSpec], shardings: Mapping[str, Shard
     if without:
         raise ValueError(f"no sharding is given for {_some('parameter', without)}")
     return shardings
->>>>>>> weights
 
 
 @dataclass(frozen=True)
@@ -184,13 +176,7 @@ def read_slice(reader: TensorReader, spec: ParamSpec, index: tuple[slice, ...], 
         reader.read(name, piece.index, view)
         narrowed = spec.dtype == "float16" and reader.dtypes[name] != "float16"
         if narrowed and not np.isfinite(view).all():
-<<<<<<< HEAD
-            raise ValueError(
-                f"tensor {name} of {reader.where(name)} has values that float16 cannot hold; use bfloat16 or float32"
-            )
-=======
             raise float16_overflow(reader, name)
->>>>>>> weights
 
     for _ in pool.map(read, (chunk for piece in pieces(spec, index) for chunk in _chunks(piece))):
         pass
