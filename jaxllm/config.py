@@ -350,6 +350,7 @@ class EngineConfig:
         compilation_cache_dir: where compiled steps are kept between runs; None for nowhere.
         log_stats: whether the engine counts and times its steps.
         stream_interval: tokens between two outputs of a stream; the first and the last always come at once.
+        use_tqdm_on_load: show progress bars while the engine starts.
     """
 
     model: ModelConfig
@@ -360,6 +361,7 @@ class EngineConfig:
     compilation_cache_dir: str | None = None
     log_stats: bool = True
     stream_interval: int = 1
+    use_tqdm_on_load: bool = False
 
     def __post_init__(self) -> None:
         check_at_least("stream_interval", self.stream_interval, 1)

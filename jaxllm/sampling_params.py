@@ -10,9 +10,17 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-GREEDY_BELOW = 1e-5  # a temperature below this is greedy
-MIN_TEMPERATURE = 1e-2  # a smaller one would overflow the logits
+MIN_TEMPERATURE = 1e-2  # a smaller one, unless it is 0, would overflow the logits
 MAX_N = 16384
+BOOLEANS = (
+    "ignore_eos",
+    "flat_logprobs",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "skip_clone",
+)
 MAX_LOGPROB_TOKEN_IDS = 128
 
 
@@ -40,6 +48,16 @@ class RepetitionDetectionParams:
         _check_int("repetition_detection.max_pattern_size", self.max_pattern_size, self.min_pattern_size)
         _check_int("repetition_detection.min_count", self.min_count, 2)
 
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> "RepetitionDetectionParams":
+        """From what a request's JSON holds. A name that is unknown or missing is a ValueError."""
+        known = {f.name for f in fields(cls)}
+        if unknown := [name for name in mapping if name not in known]:
+            raise ValueError(f"repetition_detection has no {unknown[0]!r}, got {dict(mapping)!r}")
+        if "max_pattern_size" not in mapping:
+            raise ValueError(f"repetition_detection needs max_pattern_size, got {dict(mapping)!r}")
+        return cls(**mapping)
+
 
 def _check_int(name: str, value: object, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
@@ -53,6 +71,32 @@ def _check_float(name: str, value: object, inside: str, low: float, high: float 
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
         raise ValueError(f"{name} must be {inside}, got {value}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def _check_strings(name: str, value: object) -> list[str]:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise ValueError(f"{name} must be a list of strings, got {value!r}")
+    for string in value:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"{name} must hold non-empty strings, got {string!r}")
+    return list(value)
+
+
+def _check_serializable(name: str, value: object) -> None:
+    """Integers must fit in 64 bits, signed or not: wider ones could not be sent to another process."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_serializable(f"{name}[{key!r}]", inner)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            _check_serializable(f"{name}[{index}]", inner)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError(f"{name} must be in [-2**63, 2**64 - 1], got {value}")
 
 
 def _check_token_ids(name: str, value: object) -> list[int]:
@@ -85,7 +129,7 @@ class SamplingParams:
         min_tokens: until there are this many, neither EOS nor stop tokens are sampled and stop strings are not looked for.
         logprobs: log probabilities of each sampled token and this many of the most probable; -1 for the whole vocabulary.
         prompt_logprobs: the same for prompt tokens.
-        prompt_logprob_start: the first prompt position whose log probabilities are returned.
+        prompt_logprob_start: the first prompt position whose log probabilities are returned; needs prompt log probabilities.
         prompt_logprob_token_ids: log probabilities of exactly these tokens at every prompt position.
         logprob_token_ids: log probabilities of exactly these tokens, beside the sampled one; at most 128.
         flat_logprobs: return log probabilities as FlatLogprobs, which is cheaper to build than a list of dicts.
@@ -98,7 +142,7 @@ class SamplingParams:
         logit_bias: added to the logits of these tokens; values are clamped to [-100, 100].
         allowed_token_ids: the only tokens that may be sampled.
         bad_words: strings that may not be sampled.
-        extra_args: for custom use; the engine itself reads nothing from it.
+        extra_args: for custom use; the engine itself reads nothing from it. Integers in it must fit in 64 bits.
         skip_reading_prefix_cache: compute the whole prompt; by default when prompt log probabilities are asked for.
         repetition_detection: end an output that repeats itself.
     """
@@ -152,14 +196,17 @@ class SamplingParams:
             self.stop = []
         elif isinstance(self.stop, str):
             self.stop = [self.stop]
-        self.stop_token_ids = list(dict.fromkeys(_check_token_ids("stop_token_ids", self.stop_token_ids or [])))
-        self.bad_words = list(self.bad_words) if self.bad_words is not None else []
+        if self.stop_token_ids is None:
+            self.stop_token_ids = []
+        self.stop_token_ids = list(dict.fromkeys(_check_token_ids("stop_token_ids", self.stop_token_ids)))
+        if self.bad_words is None:
+            self.bad_words = []
         if self.logprobs is True:
             self.logprobs = 1
         if self.prompt_logprobs is True:
             self.prompt_logprobs = 1
         self._check()
-        if GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
             logger.warning("temperature %s is so small that logits could overflow; %s is used", self.temperature, MIN_TEMPERATURE)
             self.temperature = MIN_TEMPERATURE
         if self.is_greedy:
@@ -181,20 +228,30 @@ class SamplingParams:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.n > 1 and self.is_greedy:
             raise ValueError(f"n must be 1 for greedy sampling (temperature 0), got {self.n}")
+        for name in BOOLEANS:
+            _check_bool(name, getattr(self, name))
+        if self.skip_reading_prefix_cache is not None:
+            _check_bool("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
         self._check_stopping()
         self._check_logprobs()
         if self.stream_interval is not None:
             _check_int("stream_interval", self.stream_interval, 1)
+        if self.output_kind not in list(RequestOutputKind):
+            raise ValueError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
         self.output_kind = RequestOutputKind(self.output_kind)
         if self.structured_outputs is not None:
             raise ValueError(f"structured_outputs is not supported, got {self.structured_outputs!r}")
         if self.thinking_token_budget is not None:
             _check_int("thinking_token_budget", self.thinking_token_budget, 0)
             raise ValueError(f"thinking_token_budget needs a reasoning parser, got {self.thinking_token_budget}")
-        if self.extra_args is not None and not isinstance(self.extra_args, dict):
-            raise ValueError(f"extra_args must be a dict, got {self.extra_args!r}")
+        if self.extra_args is not None:
+            if not isinstance(self.extra_args, dict):
+                raise ValueError(f"extra_args must be a dict, got {self.extra_args!r}")
+            _check_serializable("extra_args", self.extra_args)
         if isinstance(self.repetition_detection, Mapping):
-            self.repetition_detection = RepetitionDetectionParams(**self.repetition_detection)
+            self.repetition_detection = RepetitionDetectionParams.from_mapping(self.repetition_detection)
+        elif not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
+            raise ValueError(f"repetition_detection must be RepetitionDetectionParams, got {self.repetition_detection!r}")
         self._check_token_choice()
 
     def _check_stopping(self) -> None:
@@ -203,10 +260,7 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens {self.max_tokens}, got {self.min_tokens}")
-        assert isinstance(self.stop, list)
-        for stop in self.stop:
-            if not isinstance(stop, str) or not stop:
-                raise ValueError(f"stop must hold non-empty strings, got {stop!r}")
+        self.stop = _check_strings("stop", self.stop)
         if self.stop and not self.detokenize:
             raise ValueError(f"stop needs detokenize=True, got stop={self.stop!r}")
 
@@ -216,6 +270,10 @@ class SamplingParams:
                 _check_int(name, getattr(self, name), -1)
         if self.prompt_logprob_start is not None:
             _check_int("prompt_logprob_start", self.prompt_logprob_start, 0)
+            if self.prompt_logprobs is None and self.prompt_logprob_token_ids is None:
+                raise ValueError(
+                    f"prompt_logprob_start needs prompt_logprobs or prompt_logprob_token_ids, got {self.prompt_logprob_start}"
+                )
         for name, count in (("logprob_token_ids", self.logprobs), ("prompt_logprob_token_ids", self.prompt_logprobs)):
             ids = getattr(self, name)
             if ids is None:
@@ -229,13 +287,15 @@ class SamplingParams:
 
     def _check_token_choice(self) -> None:
         if self.logit_bias is not None:
-            bias = {}
+            if not isinstance(self.logit_bias, Mapping):
+                raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+            bias: dict[int, float] = {}
             for token, value in self.logit_bias.items():
-                try:
-                    token_id = int(token)
-                except (TypeError, ValueError):
-                    raise ValueError(f"logit_bias keys must be token ids, got {token!r}") from None
+                # JSON has no other keys than strings.
+                token_id = int(token) if isinstance(token, str) and token.isdecimal() else token
                 _check_token_ids("logit_bias", [token_id])
+                if token_id in bias:
+                    raise ValueError(f"logit_bias holds token id {token_id} twice, got {self.logit_bias!r}")
                 _check_float(f"logit_bias[{token_id}]", value, "finite", -math.inf)
                 bias[token_id] = min(100.0, max(-100.0, float(value)))
             self.logit_bias = bias
@@ -243,15 +303,12 @@ class SamplingParams:
             self.allowed_token_ids = _check_token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must not be empty, got []")
-        assert self.bad_words is not None
-        for word in self.bad_words:
-            if not isinstance(word, str) or not word:
-                raise ValueError(f"bad_words must hold non-empty strings, got {word!r}")
+        self.bad_words = list(dict.fromkeys(_check_strings("bad_words", self.bad_words)))
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most probable token is always taken."""
-        return self.temperature < GREEDY_BELOW
+        return self.temperature == 0.0
 
     @property
     def num_logprobs(self) -> int | None:
@@ -265,11 +322,11 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **kwargs: Any) -> "SamplingParams":
-        """Like the constructor, but None means the default. An unknown name is a ValueError."""
+        """Like the constructor, but None means the default, except for `max_tokens`. An unknown name is a ValueError."""
         known = {f.name for f in fields(cls) if f.init}
         if unknown := sorted(kwargs.keys() - known):
             raise ValueError(f"unknown sampling parameter {unknown[0]!r}, got {kwargs[unknown[0]]!r}")
-        return cls(**{name: value for name, value in kwargs.items() if value is not None})
+        return cls(**{name: value for name, value in kwargs.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> "SamplingParams":
         """A copy that shares nothing mutable with this one, unless `skip_clone` promises that this one is not used again."""

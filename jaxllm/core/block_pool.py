@@ -78,6 +78,12 @@ class BlockPool:
             elif twin is not block:
                 cached[block_hash] = {twin.block_id: twin, block.block_id: block}
 
+    def uncache_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Make blocks unfindable. Null blocks and blocks without a prefix among them are passed over."""
+        for block in blocks:
+            if block.block_hash is not None:
+                self._evict(block)
+
     def _evict(self, block: KVCacheBlock) -> None:
         cached = self._cached[block.group_id]
         twins = cached[block.block_hash]

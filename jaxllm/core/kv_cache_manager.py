@@ -171,7 +171,11 @@ class KVCacheManager:
         return quiet
 
     def cache_blocks(self, request: Request) -> None:
-        """Cache the full blocks of a running request up to what is certain: computed, and sampled or accepted."""
+        """Cache the full blocks of a running request, as far as they are certain: computed from tokens that are known by now.
+
+        `allocate_slots` does it as the request goes on. This is for one that does not, whose last tokens were drafts or
+        placeholders when they were scheduled.
+        """
         if self.enable_caching:
             num_tokens = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
             for manager in self.managers:
@@ -181,13 +185,20 @@ class KVCacheManager:
         """Give back all blocks of a request, if it has any. What is cached of them can be hit until it is evicted.
 
         The end of a sequence is evicted first, in all groups at a time, since a prefix is of use only where all have it.
+
+        `num_computed_tokens` must not count tokens of a step that will not run. Blocks that such a step was to fill are cached
+        already (see `allocate_slots`) but nothing will be written to them, so they are taken out of the prefix cache.
         """
         request.kv_quiet_until = 0
-        tables = [reversed(manager.take_table(request.request_id)) for manager in self.managers]
-        null_block = self.block_pool.null_block
-        self.block_pool.free_blocks(
-            tables[0] if len(tables) == 1 else chain.from_iterable(zip_longest(*tables, fillvalue=null_block))
-        )
+        num_full_blocks = request.num_computed_tokens // self.block_size
+        tables = [manager.take_table(request.request_id) for manager in self.managers]
+        if len(tables) == 1:
+            self.block_pool.free_blocks(reversed(tables[0]))
+        else:
+            in_step = zip_longest(*map(reversed, tables), fillvalue=self.block_pool.null_block)
+            self.block_pool.free_blocks(chain.from_iterable(in_step))
+        for table in tables:
+            self.block_pool.uncache_blocks(table[num_full_blocks:])
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         """The whole block table of a request, null blocks included. KeyError if it has none."""

@@ -79,7 +79,8 @@ class Scheduler:
             kv_cache_config,
             scheduler_config.max_model_len,
             cache_config.enable_prefix_caching,
-            scheduler_config.max_num_batched_tokens + scheduler_config.num_lookahead_tokens,
+            # Beside what one step computes and drafts, what a step in flight samples and drafts.
+            scheduler_config.max_num_batched_tokens + 2 * scheduler_config.num_lookahead_tokens + 1,
         )
         if self.kv_cache_manager.block_size != cache_config.block_size:
             raise ValueError(
@@ -158,7 +159,8 @@ class Scheduler:
         index = 0
         while index < len(running) and step.token_budget > 0:
             request = running[index]
-            num_tokens = len(request.all_token_ids) + request.num_output_placeholders
+            num_placeholders = request.num_output_placeholders
+            num_tokens = len(request.all_token_ids) + num_placeholders
             num_computed_tokens = request.num_computed_tokens
             num_new_tokens = num_tokens + len(request.spec_token_ids) - num_computed_tokens
             if num_new_tokens > 1:
@@ -167,7 +169,7 @@ class Scheduler:
                 # The last token that a model of this length can have is sampled, never computed.
                 num_new_tokens = max_num_computed_tokens - num_computed_tokens
             # A step in flight samples at least one token: whether that is the last one is certain, its value is not needed.
-            is_ending = request.num_output_placeholders and request.num_output_tokens + 1 >= request.max_tokens
+            is_ending = num_placeholders and request.num_output_tokens + 1 >= request.max_tokens
             if num_new_tokens <= 0 or is_ending:
                 index += 1
                 continue
@@ -175,13 +177,13 @@ class Scheduler:
             while (block_ids := allocate_slots(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)) is None:
                 victim_index = self._choose_victim()
                 victim = running[victim_index]
+                if victim_index < index:
+                    index -= 1
+                    step.take_back(victim)
                 self._preempt(victim_index, step.timestamp)
                 step.preempted_req_ids.add(victim.request_id)
                 if victim is request:
                     break
-                if victim_index < index:
-                    index -= 1
-                    step.take_back(victim)
             if block_ids is None:
                 continue
 
@@ -330,15 +332,20 @@ class Scheduler:
                 continue  # a part of a prefill
             is_running = request.status is running_status
             is_first = len(request.all_token_ids) == request.num_prompt_tokens
-            if len(new_token_ids) == 1 and not request.num_output_placeholders and request_id not in spec_decode_tokens:
+            if request_id in spec_decode_tokens:
+                num_drafts = len(spec_decode_tokens[request_id])
+                new_token_ids, is_stopped = self._append_accepted(request, new_token_ids, num_drafts)
+            else:
+                assert len(new_token_ids) == 1, f"{len(new_token_ids)} tokens without drafts for request {request_id!r}"
                 request.append_output_token_ids(new_token_ids)
                 is_stopped = check_stop(request, max_model_len)
-            else:
-                num_drafts = len(spec_decode_tokens.get(request_id, ()))
-                new_token_ids, is_stopped = self._append_uncertain(request, new_token_ids, num_drafts)
+                if request.num_output_placeholders:
+                    request.num_output_placeholders -= 1
             if is_stopped:
                 stopped.append(request)
-                if not is_running:
+                if is_running:
+                    self.kv_cache_manager.cache_blocks(request)
+                else:
                     self.waiting.remove(request_id)
             outputs[request.client_index].append(
                 EngineCoreOutput(
@@ -358,19 +365,15 @@ class Scheduler:
             self.running = [request for request in self.running if request.status is running_status]
         return self._make_outputs(outputs, timestamp)
 
-    def _append_uncertain(self, request: Request, new_token_ids: list[int], num_drafts: int) -> tuple[list[int], bool]:
-        """Append the tokens of a step whose number was not certain when it was scheduled.
+    def _append_accepted(self, request: Request, new_token_ids: list[int], num_drafts: int) -> tuple[list[int], bool]:
+        """Append accepted drafts and the token sampled after them. If one of them ends the request, those behind it are dropped.
 
-        The step counted as `num_drafts + 1` tokens; what was rejected is given back, of positions and of placeholders alike. If a
-        token ends the request, those after it are dropped.
+        The step counted as `num_drafts + 1` tokens. What was rejected or dropped is given back, of positions and placeholders.
 
         Returns:
             The tokens kept, and whether the last of them ends the request.
         """
-        num_rejected = num_drafts + 1 - len(new_token_ids)
-        assert num_rejected >= 0, (
-            f"{len(new_token_ids)} tokens sampled from {num_drafts} drafts of request {request.request_id!r}"
-        )
+        assert len(new_token_ids) <= num_drafts + 1, f"{len(new_token_ids)} tokens from {num_drafts} drafts"
         is_running = request.status is RequestStatus.RUNNING
         is_stopped = False
         num_kept = 0
@@ -378,11 +381,10 @@ class Scheduler:
             request.append_output_token_ids(new_token_ids[num_kept : num_kept + 1])
             is_stopped = check_stop(request, self.max_model_len)
             num_kept += 1
-        if is_running:  # a preempted request has no computed tokens and no placeholders that could be given back
-            request.num_computed_tokens -= num_rejected + len(new_token_ids) - num_kept
+        if is_running:  # a preempted request has given everything back already
+            request.num_computed_tokens -= num_drafts + 1 - num_kept
             if request.num_output_placeholders:
                 request.num_output_placeholders -= num_drafts + 1
-            self.kv_cache_manager.cache_blocks(request)
         return new_token_ids[:num_kept], is_stopped
 
     def _is_orphaned(self, request_id: str) -> bool:
@@ -494,7 +496,9 @@ class Scheduler:
         assert tables.keys() == {request.request_id for request in running}
         for request in running:
             assert request.status is RequestStatus.RUNNING
-            assert request.num_computed_tokens <= len(tables[request.request_id]) * self.kv_cache_manager.block_size
+            block_size = self.kv_cache_manager.block_size
+            num_cached_tokens = self.kv_cache_manager.managers[0].num_cached_blocks[request.request_id] * block_size
+            assert num_cached_tokens <= request.num_computed_tokens <= len(tables[request.request_id]) * block_size
         for request in waiting:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             assert request.num_computed_tokens == request.num_output_placeholders == len(request.spec_token_ids) == 0

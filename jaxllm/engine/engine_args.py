@@ -67,17 +67,36 @@ class EngineArgs:
         model: a folder, a .gguf file, a hub id, or "smollm2-135m-instruct".
         tokenizer: a folder or hub id; by default the model's own.
         skip_tokenizer_init: take and give token ids only.
-        dtype: "auto" is the model's own on a GPU and float32 on a CPU.
-        load_format: "auto" goes by what the folder holds; "dummy" makes random weights.
-        max_model_len: by default what the model's config gives.
+        revision: branch, tag or commit of a hub id.
+        download_dir: the hub's cache folder, instead of its own default.
+        dtype: float32, bfloat16 or float16; "auto" is the model's own on a GPU and float32 on a CPU.
+        load_format: safetensors, gguf or orbax; "auto" goes by what is there; "dummy" makes random weights.
+        max_model_len: most tokens of a prompt and its output; by default what the model's config gives.
         seed: of dummy weights and of requests without a seed.
-        max_num_seqs, max_num_batched_tokens: by default by device.
         hf_overrides: replaces fields of the model's config.
         generation_config: "auto" takes sampling defaults from the model's generation_config.json, "vllm" takes none;
-            else a folder that holds such a file.
+            else a model whose file is taken.
         override_generation_config: replaces fields of it.
+        max_logprobs: most log probabilities that a request may ask for; -1 for the whole vocabulary.
+        logprobs_mode: raw_logprobs, processed_logprobs, raw_logits or processed_logits.
+        block_size: tokens of a block of the KV cache.
+        gpu_memory_utilization: the share of a device's memory for weights, temporaries and KV cache.
+        kv_cache_memory_bytes: bytes of KV cache a device, instead of what gpu_memory_utilization leaves.
+        num_gpu_blocks_override: blocks of the KV cache, instead of either.
+        enable_prefix_caching: reuse the blocks of prompts that begin alike.
+        watermark: the share of the blocks that admission leaves free.
+        max_num_seqs: most requests running at once; by default by device.
+        max_num_batched_tokens: most tokens computed in a step; by default by device.
+        scheduling_policy: fcfs or priority.
+        enable_chunked_prefill: compute a long prompt in several steps.
+        long_prefill_token_threshold: most tokens of one request in a step while there are others; 0 for no limit.
+        scheduler_reserve_full_isl: admit a request only if its whole prompt fits in the free blocks.
+        tensor_parallel_size: devices that share each layer.
         attention_backend: "auto" picks by device.
-        compilation_cache_dir: by default `jaxllm` in the user's cache folder; "" keeps nothing.
+        compilation_cache_dir: by default `jaxllm/compiled` in the user's cache folder; "" keeps nothing.
+        disable_log_stats: do not count and time.
+        stream_interval: tokens between two outputs of a stream.
+        use_tqdm_on_load: show progress bars while the engine starts.
         enforce_eager: accepted for compatibility; every step is compiled.
     """
 
@@ -111,6 +130,8 @@ class EngineArgs:
     attention_backend: str = "auto"
     compilation_cache_dir: str | None = None
     disable_log_stats: bool = False
+    stream_interval: int = 1
+    use_tqdm_on_load: bool = True
     enforce_eager: bool = False
 
     @classmethod
@@ -171,6 +192,8 @@ class EngineArgs:
             attention_backend=self.attention_backend,
             compilation_cache_dir=self._cache_dir(),
             log_stats=not self.disable_log_stats,
+            stream_interval=self.stream_interval,
+            use_tqdm_on_load=self.use_tqdm_on_load,
         )
 
     def _model_config(self, source: ModelSource, platform: str) -> ModelConfig:

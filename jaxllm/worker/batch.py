@@ -19,7 +19,7 @@ class Batch:
         num_rows: int32 scalar: rows in use.
         num_decodes: int32 scalar: the rows with one token, which come first.
         rows: int32 [R], the request row of each; beyond the last request row for padding.
-        sampled_rows: int32 [R], the same where the row's next token is sampled in this step; beyond the last request row elsewhere.
+        sampled_rows: int32 [R], the same where this step samples the next token; beyond the last request row elsewhere.
         seq_lens: int32 [R], tokens in the cache after this step; 0 for padding.
         query_start_loc: int32 [R + 1], the first token of each row.
         token_ids: int32 [T].

@@ -64,14 +64,15 @@ class Buckets:
         """All buckets, the largest of each kind first: that is the order to compile them in."""
         return iter(sorted(self.decode + self.mixed, key=lambda bucket: -bucket.num_tokens))
 
-    def choose(self, num_scheduled_tokens: np.ndarray) -> Bucket:
+    def choose(self, num_scheduled_tokens: np.ndarray, mixed: bool = False) -> Bucket:
         """The smallest bucket for a step.
 
         Args:
             num_scheduled_tokens: [rows], at least one row, each at least 1.
+            mixed: take a mixed bucket even if every row has one token.
         """
         rows, tokens = len(num_scheduled_tokens), int(num_scheduled_tokens.sum())
-        if tokens == rows:
+        if tokens == rows and not mixed:
             return self.decode[bisect.bisect_left(self._decode_sizes, rows)]
         # A mixed bucket has at least as many rows as tokens up to max_num_seqs, so the tokens decide.
         return self.mixed[bisect.bisect_left(self._mixed_sizes, tokens)]

@@ -63,11 +63,8 @@ class InputBatch:
         row = self.row_of[req_id]
         return self._token_ids[row][start : min(stop, self._num_prompt[row])]
 
-    def num_known_tokens(self, req_id: str) -> int:
-        """Tokens that came with the request: its prompt, and its outputs if it was resumed."""
-        return int(self._num_known[self.row_of[req_id]])
-
     def num_prompt_tokens(self, req_id: str) -> int:
+        """Tokens of its prompt."""
         return int(self._num_prompt[self.row_of[req_id]])
 
     def order(self, scheduler_output: SchedulerOutput) -> tuple[list[str], np.ndarray]:
@@ -93,7 +90,7 @@ class InputBatch:
         vector, fields = layout.empty()
         num_rows = len(req_ids)
         rows = np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, num_rows)
-        computed = self._num_computed(scheduler_output, req_ids)
+        computed = self.num_computed(scheduler_output, req_ids)
         ends = computed + counts
         stops = np.cumsum(counts)
         starts = stops - counts
@@ -114,7 +111,8 @@ class InputBatch:
         self._pack_new_blocks(scheduler_output, fields["table_index"], fields["table_block"])
         return vector, sampled
 
-    def _num_computed(self, scheduler_output: SchedulerOutput, req_ids: Sequence[str]) -> np.ndarray:
+    def num_computed(self, scheduler_output: SchedulerOutput, req_ids: Sequence[str]) -> np.ndarray:
+        """Tokens of each request that were in the cache before this step, int64 [rows]."""
         cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request in scheduler_output.scheduled_new_reqs:

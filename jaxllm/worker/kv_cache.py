@@ -39,7 +39,9 @@ def num_blocks_in(budget_bytes: int, config: KVCacheConfig, num_devices: int, ma
     """
     per_device = config.block_bytes // num_devices
     num_blocks = max(budget_bytes, 0) // per_device
-    check_num_blocks(num_blocks, config, max_model_len, f"{budget_bytes / 2**20:.0f} MiB are left for the KV cache, {num_blocks} blocks")
+    check_num_blocks(
+        num_blocks, config, max_model_len, f"{budget_bytes / 2**20:.0f} MiB are left for the KV cache, {num_blocks} blocks"
+    )
     return num_blocks
 
 

@@ -1,0 +1,7 @@
+"""`python -m jaxllm`."""
+
+import sys
+
+from jaxllm.cli import main
+
+sys.exit(main())

@@ -1,0 +1,120 @@
+"""EngineArgs as command-line flags, for every command that starts an engine."""
+
+import argparse
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from jaxllm.engine.engine_args import EngineArgs, parse_unknown
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Takes --max_model_len for --max-model-len, and suggests the nearest flag for an unknown one."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None):  # type: ignore[override]
+        import sys
+
+        args = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args([_with_dashes(arg) for arg in args], namespace)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None):  # type: ignore[override]
+        parsed, unknown = self.parse_known_args(args, namespace)
+        for arg in unknown:
+            known = [flag for action in self._all_actions(parsed) for flag in action.option_strings]
+            self.error(parse_unknown(arg.partition("=")[0], known))
+        return parsed
+
+    def _all_actions(self, parsed: argparse.Namespace) -> list[argparse.Action]:
+        actions = list(self._actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                chosen = action.choices.get(getattr(parsed, action.dest, None))
+                actions += chosen._actions if chosen else []
+        return actions
+
+
+def _with_dashes(arg: str) -> str:
+    if not arg.startswith("--"):
+        return arg
+    flag, equals, value = arg.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+def human_int(text: str) -> int:
+    """An integer, also as 32k (32000), 32K (32768), 1m, 1M, 2g, 2G.
+
+    Raises:
+        argparse.ArgumentTypeError: for anything else.
+    """
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kKmMgG]?)", text)
+    value = float(match[1]) * _SUFFIXES.get(match[2], 1) if match else 0.5
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"invalid integer {text!r}; examples: 4096, 32k (32000), 32K (32768)")
+    return int(value)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        argparse.ArgumentTypeError: for anything else.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"invalid JSON {text!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """What the class docstring says of each attribute under "Attributes:"."""
+    docs: dict[str, str] = {}
+    names: list[str] = []
+    text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+    for line in text.splitlines():
+        match = re.match(r"    (\w[\w, ]*): (.*)", line)
+        if match:
+            names = [name.strip() for name in match[1].split(",")]
+            docs.update(dict.fromkeys(names, match[2]))
+        elif line.strip():
+            docs.update({name: f"{docs[name]} {line.strip()}" for name in names})
+    return docs
+
+
+def _converter(annotation: Any) -> Callable[[str], Any]:
+    if isinstance(annotation, types.UnionType):
+        annotation = next(arg for arg in typing.get_args(annotation) if arg is not types.NoneType)
+    if annotation is int:
+        return human_int
+    if typing.get_origin(annotation) in (dict, Mapping):
+        return json_object
+    return annotation
+
+
+def add_engine_args(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of EngineArgs."""
+    group = parser.add_argument_group("engine")
+    docs = attribute_docs(EngineArgs)
+    hints = typing.get_type_hints(EngineArgs)
+    for field in fields(EngineArgs):
+        flag = "--" + field.name.replace("_", "-")
+        text = docs.get(field.name, "").replace("%", "%%")
+        if hints[field.name] is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default, help=text)
+        else:
+            shown = "" if field.default is None else f" (default: {field.default})"
+            group.add_argument(flag, type=_converter(hints[field.name]), default=field.default, metavar="X", help=text + shown)
+
+
+def engine_args_of(namespace: argparse.Namespace) -> EngineArgs:
+    """The EngineArgs among parsed flags."""
+    return EngineArgs(**{field.name: getattr(namespace, field.name) for field in fields(EngineArgs)})

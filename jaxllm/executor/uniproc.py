@@ -1,0 +1,55 @@
+"""UniProcExecutor: one worker in this process drives every local device through the mesh."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.core.kv_cache_interface import KVCacheConfig
+from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
+from jaxllm.executor.abstract import Executor
+from jaxllm.worker.worker import Worker
+
+
+class UniProcExecutor(Executor):
+    """Calls are plain calls; nothing is copied."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._worker: Worker | None = Worker(config)
+
+    @property
+    def worker(self) -> Worker:
+        """Raises RuntimeError after shutdown."""
+        if self._worker is None:
+            raise RuntimeError("the executor has been shut down")
+        return self._worker
+
+    def initialize(self) -> KVCacheConfig:
+        worker = self.worker
+        worker.init_device()
+        worker.load_model()
+        kv_cache_config = worker.determine_available_memory()
+        worker.init_kv_cache()
+        worker.compile_and_warm_up()
+        return kv_cache_config
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        return self.worker.execute_model(scheduler_output)
+
+    def collective_rpc(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """The one worker answers in this thread, so `timeout` can only be None or long enough."""
+        return [getattr(self.worker, method)(*args, **(kwargs or {}))]
+
+    def check_health(self) -> None:
+        self.worker.check_health()
+
+    def shutdown(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown()

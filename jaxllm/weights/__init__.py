@@ -1,0 +1,1 @@
+"""Checkpoints into sharded arrays: safetensors, GGUF and Orbax, read strictly."""

@@ -1,0 +1,187 @@
+"""ModelRunner: a SchedulerOutput becomes padded arrays, one dispatch, and a ModelRunnerOutput."""
+
+import logging
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxllm.config import EngineConfig
+from jaxllm.core.kv_cache_interface import KVCacheConfig
+from jaxllm.core.output import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput, SchedulerOutput
+from jaxllm.models.graph import ModelGraph
+from jaxllm.sample.logprobs import LogprobsArrays, concatenate, sampled_logprobs
+from jaxllm.sample.state import default_seed, pack_row
+from jaxllm.worker import row_state
+from jaxllm.worker.batch import BatchLayout
+from jaxllm.worker.buckets import Bucket, Buckets
+from jaxllm.worker.compile_cache import compile_all
+from jaxllm.worker.input_batch import InputBatch
+from jaxllm.worker.kv_cache import abstract_kv_caches, allocate_kv_caches, max_blocks_per_request
+from jaxllm.worker.prompt_logprobs import PromptLogprobs
+from jaxllm.worker.row_state import NewRow
+from jaxllm.worker.step import StepOptions, StepOutput, Weights, make_step
+from sharding.rules import KV_CACHE_AXES, sharding_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """A dispatched step whose results are not on the host yet.
+
+    Attributes:
+        sampled: bool [rows], which rows sample a token.
+    """
+
+    scheduler_output: SchedulerOutput
+    req_ids: list[str]
+    counts: np.ndarray
+    sampled: np.ndarray
+    output: StepOutput
+
+
+class ModelRunner:
+    """Runs steps on the devices of one mesh.
+
+    Args:
+        weights: in the order of `graph.specs`.
+        kv_cache_config: its number of blocks is part of the compiled programs.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        mesh: jax.sharding.Mesh,
+        graph: ModelGraph,
+        weights: Weights,
+        kv_cache_config: KVCacheConfig,
+        buckets: Buckets,
+        rows_per_group: int | None,
+    ) -> None:
+        self.config, self.graph, self.weights, self.buckets = config, graph, weights, buckets
+        self.kv_cache_config = kv_cache_config
+        self.max_num_seqs = config.scheduler.max_num_seqs
+        self.vocab_size = config.model.decoder.vocab_size
+        self.max_blocks = max_blocks_per_request(config.model.max_model_len, config.cache.block_size)
+        self.num_groups = len(kv_cache_config.groups)
+        self.replicated = sharding_of(mesh, ())
+        self.kv_sharding = sharding_of(mesh, KV_CACHE_AXES)
+        self.options = StepOptions(config.model.max_logprobs, config.model.logprobs_mode, rows_per_group)
+        self.programs: dict[Bucket, jax.stages.Compiled] = {}
+        self.batch = InputBatch(self.max_num_seqs, self.num_groups, self.max_blocks)
+        self.prompt_logprobs = PromptLogprobs(graph, config.model, self.replicated)
+
+    def layout(self, bucket: Bucket) -> BatchLayout:
+        """Where the fields of this bucket's packed batch lie."""
+        return BatchLayout(bucket, self.config.cache.block_size, self.max_num_seqs, self.num_groups, self.max_blocks)
+
+    def abstract_state(self) -> row_state.RowState:
+        """The device rows without their memory."""
+
+        def init() -> row_state.RowState:
+            return row_state.init_row_state(self.max_num_seqs, self.num_groups, self.max_blocks, self.vocab_size, None)
+
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.replicated), jax.eval_shape(init)
+        )
+
+    def compile(self, bucket: Bucket) -> jax.stages.Compiled:
+        """The program of one bucket, compiled once."""
+        if bucket not in self.programs:
+            layout = self.layout(bucket)
+            step = jax.jit(make_step(self.graph, layout, self.options), donate_argnums=(1, 2))
+            weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights]
+            caches = abstract_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding)
+            batch = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self.replicated)
+            self.programs[bucket] = step.lower(tuple(weights), caches, self.abstract_state(), batch).compile()
+        return self.programs[bucket]
+
+    def compile_all(self, progress: bool) -> None:
+        """Compile every bucket, the largest first."""
+        jobs = [(str(bucket), lambda bucket=bucket: self.compile(bucket)) for bucket in self.buckets]
+        compile_all(jobs, progress)
+
+    def allocate(self) -> None:
+        """Allocate the device blocks and rows."""
+        self.kv_caches = allocate_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding)
+        self.state = row_state.init_row_state(
+            self.max_num_seqs, self.num_groups, self.max_blocks, self.vocab_size, self.replicated
+        )
+
+    def warm_up(self, buckets: list[Bucket]) -> None:
+        """Run these buckets once on padding alone, and compile what is not part of a step."""
+        self.state = row_state.warm_up(self.state)
+        self.prompt_logprobs.warm_up(self.weights)
+        for bucket in buckets:
+            vector, _ = self.layout(bucket).empty()
+            self._run(bucket, vector)
+        jax.block_until_ready(self.kv_caches)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step and wait for it."""
+        step = self.dispatch(scheduler_output)
+        return EMPTY_MODEL_RUNNER_OUTPUT if step is None else self.collect(step)
+
+    def dispatch(self, scheduler_output: SchedulerOutput) -> StepInFlight | None:
+        """Start one step; None if it has no tokens."""
+        self._update_rows(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            return None
+        req_ids, counts = self.batch.order(scheduler_output)
+        bucket = self.buckets.choose(counts, mixed=self.prompt_logprobs.wanted(req_ids))
+        vector, sampled = self.batch.pack(self.layout(bucket), scheduler_output, req_ids, counts)
+        return StepInFlight(scheduler_output, req_ids, counts, sampled, self._run(bucket, vector))
+
+    def collect(self, step: StepInFlight) -> ModelRunnerOutput:
+        """Wait for a step and bring its results to the host."""
+        num_rows = len(step.req_ids)
+        token_ids = np.asarray(step.output.sampled.token_ids)[:num_rows].tolist()
+        output = ModelRunnerOutput(
+            req_ids=step.req_ids,
+            req_id_to_index={req_id: row for row, req_id in enumerate(step.req_ids)},
+            sampled_token_ids=[[token] if used else [] for token, used in zip(token_ids, step.sampled, strict=True)],
+        )
+        self._collect_logprobs(step, output)
+        if self.prompt_logprobs.wanted(step.req_ids):
+            hidden = step.output.hidden
+            assert hidden is not None
+            output.prompt_logprobs = self.prompt_logprobs.collect(
+                self.weights, self.batch, step.scheduler_output, step.req_ids, step.counts, hidden
+            )
+        return output
+
+    def close(self) -> None:
+        """Drop the device arrays and the programs."""
+        self.kv_caches, self.weights, self.programs = (), (), {}
+        del self.state
+
+    def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput:
+        self.kv_caches, self.state, output = self.compile(bucket)(
+            self.weights, self.kv_caches, self.state, jax.device_put(vector, self.replicated)
+        )
+        return output
+
+    def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
+        for req_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
+            self.batch.remove(req_id)
+            self.prompt_logprobs.remove(req_id)
+        new_rows = {}
+        for request in scheduler_output.scheduled_new_reqs:
+            row = self.batch.add(request)
+            self.prompt_logprobs.add(request)
+            seed = default_seed(self.config.model.seed, request.req_id)
+            sampling = pack_row(request.sampling_params, request.token_ids, request.num_prompt_tokens, self.vocab_size, seed)
+            new_rows[row] = NewRow(self.batch.block_table(request), sampling)
+        if new_rows:
+            self.state = row_state.write_rows(self.state, new_rows)
+
+    def _collect_logprobs(self, step: StepInFlight, output: ModelRunnerOutput) -> None:
+        params = self.batch.sampling_params
+        asking = [row for row, req_id in enumerate(step.req_ids) if step.sampled[row] and params[req_id].num_logprobs is not None]
+        if not asking:
+            return
+        arrays: LogprobsArrays[np.ndarray] = jax.tree.map(np.asarray, step.output.sampled.logprobs)
+        parts = [sampled_logprobs(arrays, row, params[step.req_ids[row]]) for row in asking]
+        output.logprobs = concatenate([part for part in parts if part is not None])
+        output.logprobs_start = {step.req_ids[row]: i for i, row in enumerate(asking)}

@@ -1,0 +1,102 @@
+"""Log probabilities of prompt tokens, computed beside the step from the hidden states that it gives back.
+
+Few requests ask for them, so the step itself does not carry their cost: hidden states come to the host, and go through the
+output head again in chunks of a fixed size.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.core.output import LogprobsLists, NewRequestData, SchedulerOutput
+from jaxllm.models.graph import ModelGraph
+from jaxllm.sample.limits import MAX_LOGPROB_TOKEN_IDS
+from jaxllm.sample.logprobs import concatenate, prompt_logprobs, to_lists
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.worker.input_batch import InputBatch
+
+CHUNK = 64
+
+
+class PromptLogprobs:
+    """Those requests that ask for log probabilities of their prompt and are still in their prefill."""
+
+    def __init__(self, graph: ModelGraph, model: ModelConfig, replicated: jax.sharding.Sharding) -> None:
+        self._model, self._replicated = model, replicated
+        self._parts: dict[str, list[LogprobsLists]] = {}
+
+        def compute(weights: tuple[jax.Array, ...], hidden: jax.Array, targets: jax.Array, extra_ids: jax.Array):
+            logits = graph.bind(weights).compute_logits(hidden)
+            num_best = model.decoder.vocab_size if model.max_logprobs == -1 else model.max_logprobs
+            return prompt_logprobs(logits, targets, num_best, model.logprobs_mode, extra_ids)
+
+        self._compute = jax.jit(compute)
+
+    def add(self, request: NewRequestData) -> None:
+        """A new request; one resumed with outputs has delivered its prompt's log probabilities before."""
+        asks = request.sampling_params.num_prompt_logprobs is not None
+        if asks and len(request.token_ids) == request.num_prompt_tokens and request.num_prompt_tokens > 1:
+            assert request.num_computed_tokens == 0, "a prompt with log probabilities must be computed whole"
+            self._parts[request.req_id] = []
+
+    def remove(self, req_id: str) -> None:
+        self._parts.pop(req_id, None)
+
+    def wanted(self, req_ids: Sequence[str]) -> bool:
+        """Whether one of these requests needs the hidden states of the step."""
+        return bool(self._parts) and any(req_id in self._parts for req_id in req_ids)
+
+    def collect(
+        self,
+        weights: tuple[jax.Array, ...],
+        batch: InputBatch,
+        scheduler_output: SchedulerOutput,
+        req_ids: Sequence[str],
+        counts: np.ndarray,
+        hidden: jax.Array,
+    ) -> dict[str, LogprobsLists]:
+        """Compute what this step's prompt tokens give; returns the requests whose prompt is complete."""
+        stops = np.cumsum(counts)
+        host_hidden = np.asarray(hidden)
+        computed = batch.num_computed(scheduler_output, req_ids)
+        done = {}
+        for row, req_id in enumerate(req_ids):
+            if req_id not in self._parts:
+                continue
+            # The token at position p + 1 is what the hidden state at p predicts.
+            start = int(computed[row])
+            targets = batch.prompt_chunk(req_id, start + 1, start + int(counts[row]) + 1)
+            first = stops[row] - counts[row]
+            params = batch.sampling_params[req_id]
+            self._parts[req_id] += self._logprobs(weights, host_hidden[first : first + len(targets)], targets, params)
+            if start + counts[row] >= batch.num_prompt_tokens(req_id):
+                done[req_id] = concatenate(self._parts.pop(req_id))
+        return done
+
+    def warm_up(self, weights: tuple[jax.Array, ...]) -> None:
+        """Compile. Without requests that ask, nothing else is run."""
+        hidden = np.zeros((1, self._model.decoder.hidden_size), jnp.dtype(self._model.dtype))
+        self._logprobs(weights, hidden, np.zeros(1, np.int32), SamplingParams(prompt_logprobs=0))
+
+    def _logprobs(
+        self, weights: tuple[jax.Array, ...], hidden: np.ndarray, targets: np.ndarray, params: SamplingParams
+    ) -> list[LogprobsLists]:
+        """hidden [n, M], targets int32 [n] -> log probabilities of n positions."""
+        named = params.prompt_logprob_token_ids
+        extra_ids = np.zeros(MAX_LOGPROB_TOKEN_IDS, np.int32)
+        extra_ids[: len(named or ())] = named or ()
+        parts = []
+        for start in range(0, len(targets), CHUNK):
+            size = min(CHUNK, len(targets) - start)
+            chunk = np.zeros((CHUNK, hidden.shape[1]), hidden.dtype)
+            chunk[:size] = hidden[start : start + size]
+            chunk_targets = np.zeros(CHUNK, np.int32)
+            chunk_targets[:size] = targets[start : start + size]
+            arrays = self._compute(weights, *jax.device_put((chunk, chunk_targets, extra_ids), self._replicated))
+            count = params.num_prompt_logprobs
+            assert count is not None
+            parts.append(to_lists(jax.tree.map(np.asarray, arrays), slice(0, size), count, named))
+        return parts

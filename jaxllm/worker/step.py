@@ -1,0 +1,117 @@
+"""The jitted step: one program a bucket does everything from the packed batch to the sampled token ids.
+
+    step(weights, kv_caches, state, batch) -> (kv_caches, state, output)
+
+`kv_caches` and `state` are donated and updated in place.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllm.config import LogprobsMode
+from jaxllm.models.graph import ModelGraph
+from jaxllm.sample.sampler import SamplerOutput, sample
+from jaxllm.sample.state import gather, update
+from jaxllm.worker.batch import Batch, BatchLayout
+from jaxllm.worker.row_state import RowState
+
+Weights = tuple[jax.Array, ...]
+KVCaches = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What is static in every step of an engine.
+
+    Attributes:
+        rows_per_group: logits and sampling of a mixed bucket go through the rows in use in groups of this many, so that their
+            cost follows the rows in use. None: all rows of the bucket at once, which suits devices where a few more rows cost
+            nothing and a loop does.
+    """
+
+    max_logprobs: int
+    logprobs_mode: LogprobsMode
+    rows_per_group: int | None = None
+
+
+class StepOutput(NamedTuple):
+    """What a step gives back.
+
+    Attributes:
+        sampled: of each row of the batch.
+        hidden: [T, M] of a mixed bucket, for prompt log probabilities; None of a decode bucket, which holds no prompt.
+    """
+
+    sampled: SamplerOutput
+    hidden: jax.Array | None
+
+
+def make_step(
+    graph: ModelGraph, layout: BatchLayout, options: StepOptions
+) -> Callable[[Weights, KVCaches, RowState, jax.Array], tuple[KVCaches, RowState, StepOutput]]:
+    """The step function of one bucket, to be jitted with `kv_caches` and `state` donated."""
+    bucket = layout.bucket
+
+    def step(weights: Weights, kv_caches: KVCaches, state: RowState, vector: jax.Array):
+        batch = layout.unpack(vector)
+        model = graph.bind(weights)
+        block_tables = _write_table(state.block_tables, batch)
+        last_tokens = state.last_tokens[jnp.minimum(batch.rows, layout.max_num_rows - 1)]
+        token_ids = batch.token_ids.at[batch.last_token_index].set(last_tokens, mode="drop")
+        hidden, kv_caches = model(token_ids, kv_caches, layout.attention_metadata(batch, block_tables))
+
+        def sample_rows(start: jax.Array | int, size: int) -> SamplerOutput:
+            """Sample for batch rows `start` to `start + size`."""
+            rows = lax.dynamic_slice_in_dim(batch.rows, start, size)
+            seq_lens = lax.dynamic_slice_in_dim(batch.seq_lens, start, size)
+            stops = lax.dynamic_slice_in_dim(batch.query_start_loc, start + 1, size)
+            logits = model.compute_logits(hidden[jnp.maximum(stops - 1, 0)])
+            # The sampled token takes the position after the row's last token.
+            return sample(
+                logits,
+                gather(state.sampling, rows),
+                seq_lens,
+                max_logprobs=options.max_logprobs,
+                logprobs_mode=options.logprobs_mode,
+            )
+
+        if bucket.decode_only or options.rows_per_group is None or options.rows_per_group >= bucket.num_rows:
+            sampled = sample_rows(0, bucket.num_rows)
+        else:
+            sampled = _sample_in_groups(sample_rows, batch.num_rows, bucket.num_rows, options.rows_per_group)
+        metadata = gather(state.sampling, batch.sampled_rows)
+        new_state = RowState(
+            last_tokens=state.last_tokens.at[batch.sampled_rows].set(sampled.token_ids, mode="drop"),
+            block_tables=block_tables,
+            sampling=update(state.sampling, metadata, batch.seq_lens, sampled.token_ids, metadata.in_use),
+        )
+        return kv_caches, new_state, StepOutput(sampled, None if bucket.decode_only else hidden)
+
+    return step
+
+
+def _write_table(block_tables: jax.Array, batch: Batch) -> jax.Array:
+    flat = block_tables.reshape(-1).at[batch.table_index].set(batch.table_block, mode="drop")
+    return flat.reshape(block_tables.shape)
+
+
+def _sample_in_groups(
+    sample_rows: Callable[[jax.Array | int, int], SamplerOutput], num_used: jax.Array, num_rows: int, size: int
+) -> SamplerOutput:
+    """`sample_rows` over rows 0 to `num_used`, `size` at a time; rows beyond give zeros."""
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros((num_rows, *leaf.shape[1:]), leaf.dtype), jax.eval_shape(lambda: sample_rows(0, size))
+    )
+
+    def one_group(i: jax.Array, done: SamplerOutput) -> SamplerOutput:
+        # The last group is moved back to end with the bucket; the rows it shares with the one before come out the same.
+        start = jnp.minimum(i * size, num_rows - size)
+        group = sample_rows(start, size)
+        return jax.tree.map(lambda all_rows, rows: lax.dynamic_update_slice_in_dim(all_rows, rows, start, 0), done, group)
+
+    return lax.fori_loop(0, -(-num_used // size), one_group, zeros)

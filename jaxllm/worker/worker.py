@@ -1,0 +1,181 @@
+"""Worker: the devices of one process, from bare to serving.
+
+The order matters: init_device → load_model → determine_available_memory → init_kv_cache → compile_and_warm_up.
+"""
+
+import dataclasses
+import logging
+
+import jax
+import psutil
+
+from jaxllm.config import EngineConfig
+from jaxllm.core.kv_cache_interface import KVCacheConfig, make_kv_cache_groups
+from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
+from jaxllm.models.graph import build_model_graph
+from jaxllm.models.registry import model_class
+from jaxllm.weights.dummy import dummy_params
+from jaxllm.weights.load import load_params
+from jaxllm.weights.source import resolve_model
+from jaxllm.worker.buckets import Buckets
+from jaxllm.worker.compile_cache import CompileCounter, enable_persistent_cache
+from jaxllm.worker.kv_cache import check_num_blocks, num_blocks_in, total_bytes
+from jaxllm.worker.model_runner import ModelRunner
+from jaxllm.worker.row_state import state_bytes
+from sharding.mesh import make_mesh
+from sharding.rules import sharding_of
+
+logger = logging.getLogger(__name__)
+
+# On a CPU the cache shares the memory with everything else on the machine, so it takes what the user names, else this.
+CPU_KV_CACHE_BYTES = 2**30
+# On a CPU a row of logits costs as much as a token of a small model, so mixed steps pay for the rows in use only.
+CPU_ROWS_PER_GROUP = 32
+
+
+class Worker:
+    """Drives the local devices. What the executor calls, and nothing above it knows jax."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    def init_device(self) -> None:
+        """Start jax, choose the devices and lay the mesh over them.
+
+        Raises:
+            ValueError: if there are fewer devices than the configuration asks for.
+        """
+        enable_persistent_cache(self.config.compilation_cache_dir)
+        size = self.config.parallel.tensor_parallel_size
+        devices = jax.local_devices()
+        if len(devices) < size:
+            raise ValueError(f"tensor_parallel_size {size} needs {size} devices, found {len(devices)}: {devices}")
+        self.devices = devices[:size]
+        self.mesh = make_mesh(self.devices, tensor=size)
+        self.compile_counter = CompileCounter()
+
+    def load_model(self) -> None:
+        """Build the model abstractly and put its weights on the devices."""
+        model, parallel = self.config.model, self.config.parallel
+        stripes = parallel.tensor_parallel_size
+        specs = model_class(model.decoder.architecture).kv_cache_specs(
+            model.decoder, self.config.cache.block_size, model.dtype, stripes
+        )
+        self.kv_cache_config = KVCacheConfig(num_blocks=2, groups=make_kv_cache_groups(specs))
+        self.graph = build_model_graph(
+            model.decoder,
+            model.dtype,
+            kv_groups=self.kv_cache_config.array_of_layer(),
+            num_stripes=stripes,
+            mesh=self.mesh if stripes > 1 else None,
+            attention_backend=self.config.attention_backend,
+        )
+        shardings = {spec.path: sharding_of(self.mesh, spec.axes) for spec in self.graph.specs}
+        params = self._load_params(shardings)
+        self.weights = tuple(params[spec.path] for spec in self.graph.specs)
+
+    def _load_params(self, shardings: dict[str, jax.sharding.NamedSharding]) -> dict[str, jax.Array]:
+        model = self.config.model
+        if model.load_format == "dummy":
+            return dummy_params(self.graph.specs, seed=model.seed, shardings=shardings)
+        source = resolve_model(model.path)
+        if model.load_format not in ("auto", source.kind):
+            raise ValueError(f"load_format is {model.load_format!r}, but {source.path} holds {source.kind}")
+        ignore = model_class(model.decoder.architecture).ignored_tensors(model.decoder)
+        return load_params(source, self.graph.specs, shardings=shardings, ignore=ignore, progress=self.config.use_tqdm_on_load)
+
+    def determine_available_memory(self) -> KVCacheConfig:
+        """Decide how many blocks there are, from what weights, rows and the largest compiled step leave.
+
+        The number of blocks is part of the compiled programs, so the largest program is compiled with as many blocks as fit if
+        it needed no temporaries but its logits; if its memory analysis says that they do not fit, the number is lowered and
+        it is compiled again.
+
+        Raises:
+            ValueError: if the blocks that fit do not hold one request of max_model_len tokens.
+        """
+        model, cache = self.config.model, self.config.cache
+        platform = self.devices[0].platform
+        least_tokens = 2 if platform == "cpu" and model.dtype != "float32" else 1
+        scheduler = self.config.scheduler
+        buckets = Buckets(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, least_tokens)
+
+        def runner_with(num_blocks: int) -> ModelRunner:
+            config = dataclasses.replace(self.kv_cache_config, num_blocks=num_blocks)
+            rows_per_group = CPU_ROWS_PER_GROUP if platform == "cpu" else None
+            return ModelRunner(self.config, self.mesh, self.graph, self.weights, config, buckets, rows_per_group)
+
+        if cache.num_gpu_blocks_override is not None:
+            num_blocks = cache.num_gpu_blocks_override
+            check_num_blocks(num_blocks, self.kv_cache_config, model.max_model_len, f"num_gpu_blocks_override is {num_blocks}")
+            self.runner = runner_with(num_blocks)
+        elif cache.kv_cache_memory_bytes is not None:
+            self.runner = runner_with(self._num_blocks(cache.kv_cache_memory_bytes))
+        else:
+            budget = self._memory_budget() - total_bytes(self.weights) - state_bytes(runner_with(2).abstract_state())
+            logits = 4 * model.decoder.vocab_size * scheduler.max_num_seqs // len(self.devices)
+            cap = CPU_KV_CACHE_BYTES if platform == "cpu" else budget
+            self.runner = runner_with(self._num_blocks(min(budget - logits, cap)))
+            fits = self._num_blocks(budget - self._largest_step_bytes())
+            if fits < self.runner.kv_cache_config.num_blocks:
+                self.runner = runner_with(fits)
+        self.kv_cache_config = self.runner.kv_cache_config
+        self._log_memory()
+        return self.kv_cache_config
+
+    def init_kv_cache(self) -> None:
+        """Allocate the device blocks and the request rows."""
+        self.runner.allocate()
+
+    def compile_and_warm_up(self) -> None:
+        """Compile every bucket, then run them once: on a GPU all of them, since the first run picks algorithms and records
+        command buffers; on a CPU, where it does not, the smallest decode bucket only."""
+        self.runner.compile_all(self.config.use_tqdm_on_load)
+        buckets = list(self.runner.buckets)
+        self.runner.warm_up(buckets if self.devices[0].platform == "gpu" else self.runner.buckets.decode[:1])
+        # From here on a compilation is a fault.
+        self.compile_counter.count = 0
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step."""
+        return self.runner.execute_model(scheduler_output)
+
+    def num_compiles_after_warm_up(self) -> int:
+        """Programs compiled since the engine was ready; 0 unless something is wrong."""
+        return self.compile_counter.count
+
+    def check_health(self) -> None:
+        """Raise if the devices do not answer."""
+        jax.block_until_ready(jax.device_put(0, self.devices[0]))
+
+    def shutdown(self) -> None:
+        """Give the devices' memory back."""
+        self.compile_counter.close()
+        self.runner.close()
+        self.weights = ()
+
+    def _memory_budget(self) -> int:
+        """Bytes of a device that weights, temporaries and KV cache may take together."""
+        share = self.config.cache.gpu_memory_utilization
+        stats = self.devices[0].memory_stats()
+        if stats is not None and "bytes_limit" in stats:
+            return int(share * stats["bytes_limit"])
+        return int(share * psutil.virtual_memory().total / len(self.devices))
+
+    def _num_blocks(self, budget: int) -> int:
+        return num_blocks_in(budget, self.kv_cache_config, len(self.devices), self.config.model.max_model_len)
+
+    def _largest_step_bytes(self) -> int:
+        """Temporaries and results of the largest program, as the compiler counts them."""
+        analysis = self.runner.compile(next(iter(self.runner.buckets))).memory_analysis()
+        return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+
+    def _log_memory(self) -> None:
+        config = self.kv_cache_config
+        logger.info(
+            "weights %.0f MiB, KV cache %.0f MiB a device: %d blocks, %d tokens",
+            total_bytes(self.weights) / 2**20,
+            config.num_blocks * config.block_bytes / len(self.devices) / 2**20,
+            config.num_blocks - 1,
+            (config.num_blocks - 1) * self.config.cache.block_size // len(config.groups),
+        )

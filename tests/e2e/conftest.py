@@ -1,0 +1,87 @@
+"""Engines for the end-to-end tests: a tiny model with random weights, and the real one."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm import LLM
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="session")
+def compiled(pytestconfig: pytest.Config) -> str:
+    """Compiled programs are kept from run to run beside pytest's own cache."""
+    cache = pytestconfig.cache
+    assert cache is not None
+    return str(cache.mkdir("compiled"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return str(folder)
+
+
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module")
+def make_tiny(tiny_model: str, compiled: str) -> Iterator[MakeLLM]:
+    """Make engines with the same random weights; they end with the test module."""
+    made: list[LLM] = []
+
+    def make(**kwargs: Any) -> LLM:
+        kwargs = {"block_size": 4, "max_num_seqs": 32, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 1024, **kwargs}
+        llm = LLM(
+            tiny_model,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            compilation_cache_dir=compiled,
+            use_tqdm_on_load=False,
+            **kwargs,
+        )
+        made.append(llm)
+        return llm
+
+    yield make
+    for llm in made:
+        llm.shutdown()
+
+
+@pytest.fixture(scope="session")
+def smollm2(compiled: str) -> Iterator[LLM]:
+    """The real model, float32."""
+    with LLM(
+        "smollm2-135m-instruct",
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        compilation_cache_dir=compiled,
+        use_tqdm_on_load=False,
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def golden() -> list[dict[str, Any]]:
+    """Outputs of the real model; see tests/data/golden/README.md."""
+    path = Path(__file__).parents[1] / "data" / "golden" / "smollm2_f32.json"
+    return json.loads(path.read_text())["items"]
