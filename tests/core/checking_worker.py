@@ -18,8 +18,7 @@ def extend_prefix(prefix: int, token_id: int) -> int:
     return hash((prefix, token_id))
 
 
-def prefix_of(token_ids: Sequence[int]) -> int:
-    prefix = 0
+def prefix_of(token_ids: Sequence[int], prefix: int = 0) -> int:
     for token_id in token_ids:
         prefix = extend_prefix(prefix, token_id)
     return prefix
@@ -30,8 +29,8 @@ def next_token(prefix: int) -> int:
     return EOS + prefix % 23
 
 
-def expected_output(prompt: Sequence[int], max_tokens: int, max_model_len: int) -> list[int]:
-    prefix, output = prefix_of(prompt), []
+def expected_output(prompt: Sequence[int], max_tokens: int, max_model_len: int, root: int = 0) -> list[int]:
+    prefix, output = prefix_of(prompt, root), []
     while not output or (output[-1] != EOS and len(output) < max_tokens and len(prompt) + len(output) < max_model_len):
         output.append(next_token(prefix))
         prefix = extend_prefix(prefix, output[-1])
@@ -40,6 +39,7 @@ def expected_output(prompt: Sequence[int], max_tokens: int, max_model_len: int) 
 
 @dataclass
 class Row:
+    root: int
     token_ids: list[int]
     tables: list[list[int]]
 
@@ -49,10 +49,17 @@ class CheckingWorker:
 
     Args:
         kv_cache_config: blocks and groups, as the scheduler's.
+        roots: the empty prefix of a request, 0 unless it is named here: what its salt stands for.
         draft: prefix and true next token → a draft of it, right or wrong; None never drafts.
     """
 
-    def __init__(self, kv_cache_config: KVCacheConfig, draft: Callable[[int, int], int] | None = None) -> None:
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        roots: dict[str, int] | None = None,
+        draft: Callable[[int, int], int] | None = None,
+    ) -> None:
+        self.roots = {} if roots is None else roots
         self.windows = [group.spec.sliding_window for group in kv_cache_config.groups]
         self.block_size = kv_cache_config.groups[0].spec.block_size
         self.kv_cache: list[list[int | None]] = [[None] * self.block_size for _ in range(kv_cache_config.num_blocks)]
@@ -65,7 +72,8 @@ class CheckingWorker:
         num_computed_tokens = {}
         for data in output.scheduled_new_reqs:
             assert data.req_id not in self.rows
-            self.rows[data.req_id] = Row(data.token_ids.copy(), [ids.copy() for ids in data.block_ids])
+            root = self.roots.get(data.req_id, 0)
+            self.rows[data.req_id] = Row(root, data.token_ids.copy(), [ids.copy() for ids in data.block_ids])
             num_computed_tokens[data.req_id] = data.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -89,7 +97,7 @@ class CheckingWorker:
         assert num_scheduled > 0
         assert stop <= len(token_ids)
         assert not draft or stop == len(token_ids), "drafts are scheduled after all known tokens"
-        prefixes = [0]
+        prefixes = [row.root]
         for token_id in token_ids[:stop]:
             prefixes.append(extend_prefix(prefixes[-1], token_id))
         for table, window in zip(row.tables, self.windows, strict=True):
@@ -116,7 +124,7 @@ class CheckingWorker:
         assert self.draft is not None
         drafts = []
         for row in self.rows.values():
-            prefix, tokens = prefix_of(row.token_ids), []
+            prefix, tokens = prefix_of(row.token_ids, row.root), []
             for _ in range(num_drafts):
                 tokens.append(self.draft(prefix, next_token(prefix)))
                 prefix = extend_prefix(prefix, tokens[-1])

@@ -269,7 +269,7 @@ def test_full_sequence_must_fit() -> None:
     assert admit(manager, b, 16) == ([4],)
     manager.free(b)
     # 7 blocks fit exactly; of a prompt with a hit only the rest counts.
-    assert admit(manager, request("c", [9] * 112), 16, full_sequence_must_fit=True) == ([5],)
+    assert admit(manager, request("c", [6] * 112), 16, full_sequence_must_fit=True) == ([5],)
     assert admit(manager, request("d", COMMON + [8] * 112), 16, full_sequence_must_fit=True) is None
     assert admit(manager, request("d", COMMON + [8] * 96), 16, full_sequence_must_fit=True) == ([6],)
 
