@@ -197,9 +197,7 @@ def _bits(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     return np.packbits(member, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
 
-def pack_row(
-    params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int, vocab_size: int, seed: int = 0
-) -> PackedRow:
+def pack_row(params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int, vocab_size: int, seed: int) -> PackedRow:
     """A request's row. Cheap unless the request uses one of the tables.
 
     Args:

@@ -108,7 +108,7 @@ def choose(
 
 
 def top_tokens(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest logits of each row, largest first, lower ids first on ties.
+    """The k largest logits of each row, largest first, lower ids first on ties (-0.0 and 0.0 in any order).
 
     Args:
         logits: float32 [R, V].
