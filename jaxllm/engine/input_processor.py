@@ -3,18 +3,18 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.types import EngineCoreRequest
+from jaxllm.sample.limits import check_sampling_limits
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MAX_BAD_WORD_SEQUENCES = 128
 MAX_CACHE_SALT_LEN = 128
 
 
@@ -61,7 +61,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.max_model_len = model.max_model_len
         self.vocab_size = model.decoder.vocab_size
-        self.max_logprobs = model.max_logprobs
+        self.max_logprobs = min(model.max_logprobs, self.vocab_size)
         self.eos_token_ids = model.eos_token_ids
         self.policy = config.scheduler.policy
 
@@ -99,15 +99,16 @@ class InputProcessor:
             check_cache_salt(cache_salt)
         params = params.clone()
         params.__post_init__()  # its fields may have been changed since birth
-        self._check_token_choice(params)
-        self._check_logprobs(params)
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop needs a tokenizer, and the engine has none; got stop={params.stop!r}")
         self._complete_bad_words(params)
+        self._complete_stop_tokens(params)
+        check_sampling_limits(params, self.vocab_size, self.max_logprobs)
         if token_ids is None:
             assert text is not None
             token_ids = self._encode(text)
         token_ids = self._check_prompt(token_ids)
         self._complete_lengths(params, len(token_ids))
-        self._complete_stop_tokens(params)
         request = EngineCoreRequest(
             request_id=f"{request_id}-{os.urandom(4).hex()}",
             prompt_token_ids=token_ids,
@@ -156,7 +157,14 @@ class InputProcessor:
         token_ids = list(token_ids)
         if not token_ids:
             raise ValueError("prompt must not be empty: it has no tokens")
-        token_ids = self._check_vocabulary("prompt_token_ids", token_ids)
+        if set(map(type, token_ids)) != {int}:
+            for token_id in token_ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
+                    raise ValueError(f"prompt_token_ids must hold integers, got {token_id!r}")
+            token_ids = [int(token_id) for token_id in token_ids]
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            bad = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
+            raise ValueError(f"prompt_token_ids: token id {bad} is out of vocabulary: it must be in [0, {self.vocab_size - 1}]")
         num_tokens, longest = len(token_ids), self.max_model_len
         if num_tokens > longest:
             raise ValueError(f"prompt has {num_tokens} tokens, longer than the maximum model length of {longest} (max_model_len)")
@@ -166,43 +174,6 @@ class InputProcessor:
                 f"{longest} (max_model_len)"
             )
         return token_ids
-
-    def _check_vocabulary(self, name: str, token_ids: Sequence[Any]) -> list[int]:
-        if set(map(type, token_ids)) != {int}:
-            for token_id in token_ids:
-                if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
-                    raise ValueError(f"{name} must hold integers, got {token_id!r}")
-            token_ids = [int(token_id) for token_id in token_ids]
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            bad = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
-            raise ValueError(f"{name}: token id {bad} is out of vocabulary: it must be in [0, {self.vocab_size - 1}]")
-        return list(token_ids)
-
-    def _check_token_choice(self, params: SamplingParams) -> None:
-        for name in (
-            "stop_token_ids",
-            "logit_bias",
-            "allowed_token_ids",
-            "logprob_token_ids",
-            "prompt_logprob_token_ids",
-        ):
-            if token_ids := getattr(params, name):
-                self._check_vocabulary(name, list(token_ids))
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop needs a tokenizer, and the engine has none; got stop={params.stop!r}")
-
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        most = self.vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, self.vocab_size)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(params, f"{name.removesuffix('s')}_token_ids") is not None:
-                continue  # then it only repeats their number
-            value = getattr(params, name)
-            if value == -1 and self.max_logprobs != -1:
-                raise ValueError(f"{name}=-1 (the whole vocabulary) needs max_logprobs=-1, which is {self.max_logprobs}")
-            if value is not None and value > most:
-                raise ValueError(f"{name} must be at most {most} (max_logprobs), got {value}")
-        if params.prompt_logprob_start is not None and params.num_prompt_logprobs is None:
-            raise ValueError(f"prompt_logprob_start needs prompt_logprobs, got {params.prompt_logprob_start} without")
 
     def _complete_bad_words(self, params: SamplingParams) -> None:
         if not params.bad_words:
@@ -215,12 +186,10 @@ class InputProcessor:
             inside, leading = self._encode(bare or word, False), self._encode(f" {bare}" if bare else word, False)
             if not inside:
                 raise ValueError(f"bad_words: {word!r} has no tokens")
-            sequences.append(self._check_vocabulary("bad_words", inside))
+            sequences.append(inside)
             # Where the space is a token of its own, the sequence without it forbids this one too.
             if leading[-len(inside) :] != inside:
-                sequences.append(self._check_vocabulary("bad_words", leading))
-        if len(sequences) > MAX_BAD_WORD_SEQUENCES:
-            raise ValueError(f"bad_words must make at most {MAX_BAD_WORD_SEQUENCES} token sequences, got {len(sequences)}")
+                sequences.append(leading)
         params.bad_words_token_ids = sequences
 
     def _complete_lengths(self, params: SamplingParams, prompt_len: int) -> None:

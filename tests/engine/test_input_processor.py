@@ -140,22 +140,20 @@ def test_lengths_that_fit(processor: InputProcessor, length: int) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"stop_token_ids": [VOCAB_SIZE]}, f"stop_token_ids: token id {VOCAB_SIZE} is out of vocabulary"),
-        ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias: token id"),
-        ({"allowed_token_ids": [3, VOCAB_SIZE]}, "allowed_token_ids: token id"),
-        ({"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids: token id"),
-        ({"prompt_logprob_token_ids": [VOCAB_SIZE]}, "prompt_logprob_token_ids: token id"),
-        ({"logprobs": 21}, r"logprobs must be at most 20 \(max_logprobs\), got 21"),
+        ({"stop_token_ids": [VOCAB_SIZE]}, f"stop_token_ids holds token id {VOCAB_SIZE}, which is not in the vocabulary"),
+        ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias holds token id"),
+        ({"allowed_token_ids": [3, VOCAB_SIZE]}, "allowed_token_ids holds token id"),
+        ({"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids holds token id"),
+        ({"prompt_logprob_token_ids": [VOCAB_SIZE]}, "prompt_logprob_token_ids holds token id"),
+        ({"logprobs": 21}, r"logprobs must be at most 20 \(max_logprobs 20\), got 21"),
         ({"prompt_logprobs": 21}, "prompt_logprobs must be at most 20"),
-        ({"logprobs": -1}, r"logprobs=-1 \(the whole vocabulary\) needs max_logprobs=-1, which is 20"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs=-1"),
-        ({"prompt_logprob_start": 1}, "prompt_logprob_start needs prompt_logprobs, got 1"),
-        (
-            {"prompt_logprobs": 1, "prompt_logprob_start": 2},
-            "prompt_logprob_start must be less than the prompt's 2 tokens, got 2",
-        ),
+        ({"logprobs": -1}, "logprobs can be -1 only with max_logprobs -1, got -1 with max_logprobs 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs can be -1 only"),
+        ({"prompt_logprobs": 1, "prompt_logprob_start": 2}, "start must be less than the prompt's 2 tokens, got 2"),
         ({"max_tokens": None, "min_tokens": 63}, "min_tokens must be at most 62, .* after a prompt of 2 tokens, got 63"),
-        ({"bad_words": [f"name{i}" for i in range(65)]}, "bad_words must make at most 128 token sequences, got 130"),
+        ({"bad_words": ["#" * 33]}, "bad_words may hold at most 32 tokens in a word, got 33"),
+        ({"stop_token_ids": list(range(3, 130)), "min_tokens": 1}, "stop_token_ids may hold at most 128 .* got 129"),
+        ({"bad_words": [f"name{i}" for i in range(65)]}, "bad_words may hold at most 128 token sequences, got 130"),
     ],
 )
 def test_bad_params(processor: InputProcessor, params: dict[str, Any], message: str) -> None:
@@ -182,6 +180,13 @@ def test_whole_vocabulary(tokenizer: PreTrainedTokenizerFast) -> None:
     processor = InputProcessor(make_config(max_logprobs=-1), tokenizer)
     assert process(processor, logprobs=-1, prompt_logprobs=VOCAB_SIZE).sampling_params.logprobs == -1
     with pytest.raises(ValueError, match=f"logprobs must be at most {VOCAB_SIZE}"):
+        process(processor, logprobs=VOCAB_SIZE + 1)
+
+
+def test_vocabulary_smaller_than_max_logprobs(tokenizer: PreTrainedTokenizerFast) -> None:
+    processor = InputProcessor(make_config(max_logprobs=1000), tokenizer)
+    assert process(processor, logprobs=VOCAB_SIZE).sampling_params.logprobs == VOCAB_SIZE
+    with pytest.raises(ValueError, match=f"logprobs must be at most {VOCAB_SIZE} "):
         process(processor, logprobs=VOCAB_SIZE + 1)
 
 
