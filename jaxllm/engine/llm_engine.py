@@ -65,10 +65,10 @@ class LLMEngine:
         if args.skip_tokenizer_init:
             return cls(config, None)
         from jaxllm.tokenizer import load_tokenizer
-        from jaxllm.weights.source import resolve_model
 
-        source = resolve_model(args.tokenizer or args.model, revision=args.revision, download_dir=args.download_dir)
-        return cls(config, load_tokenizer(source))
+        # A revision is the model's own.
+        name, revision = (args.model, args.revision) if args.tokenizer is None else (args.tokenizer, None)
+        return cls(config, load_tokenizer(name, revision=revision, download_dir=args.download_dir))
 
     def check_request(
         self,

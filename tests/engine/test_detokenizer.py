@@ -220,12 +220,15 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
-def test_spaces_depend_on_the_prompt_and_bytes_wait() -> None:
+@pytest.mark.parametrize("prompt", [[1], [1] * 20, [1] + [8] * 7, [1] + [8] * 20])
+def test_spaces_depend_on_the_prompt_and_bytes_wait(prompt: list[int]) -> None:
+    """Also where special tokens without text stand between."""
     tokenizer = sentencepiece_like()
-    detokenizer = detokenizer_of(tokenizer, [1])
+    detokenizer = detokenizer_of(tokenizer, prompt)
     deltas = []
     for token_id in [2, 3, 4, 5, 6, 7, 1]:
         detokenizer.update([token_id], False)

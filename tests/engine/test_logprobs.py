@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
 from toy_engine import lists_of
 from transformers import PreTrainedTokenizerFast
 
@@ -132,6 +133,16 @@ def test_bytes_of_a_character(tokenizer: PreTrainedTokenizerFast) -> None:
     assert processor.logprobs is not None
     texts = [[entry.decoded_token for entry in position.values()] for position in processor.logprobs]
     assert texts == [[""], [""], ["", "y"], ["🙂", "🙃"]]
+
+
+def test_text_before_the_bytes_of_a_character_is_not_repeated() -> None:
+    """A token that holds a space and the first byte of "é", and one that holds the second."""
+    bytes_ = Tokenizer(models.BPE(vocab={"x": 0, "ĠÃ": 1, "©": 2}, merges=[]))
+    bytes_.decoder = decoders.ByteLevel()
+    processor = processor_of(PreTrainedTokenizerFast(tokenizer_object=bytes_), [0], logprobs=0)
+    for token_id in (1, 2):
+        processor.update(sampled(([token_id], [-1.0], 1)), 1)
+    assert processor.logprobs == [{1: Logprob(-1.0, 1, "")}, {2: Logprob(-1.0, 1, "é")}]
 
 
 def test_character_begun_by_the_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
