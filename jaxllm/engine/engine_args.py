@@ -156,7 +156,8 @@ class EngineArgs:
         if self.enforce_eager:
             logger.info("enforce_eager has no effect: every step is compiled")
         platform = detect_platform()
-        source = resolve_model(self.model, revision=self.revision, download_dir=self.download_dir)
+        needs_weights = self.load_format != "dummy"
+        source = resolve_model(self.model, revision=self.revision, download_dir=self.download_dir, weights=needs_weights)
         model = self._model_config(source, platform)
         tokens, seqs = default_batch_sizes(platform, usage)
         if self.max_num_seqs is not None:
@@ -222,7 +223,7 @@ class EngineArgs:
         elif self.generation_config == "vllm":
             found = {}
         else:
-            found = resolve_model(self.generation_config).generation_config
+            found = resolve_model(self.generation_config, weights=False).generation_config
         found = {**found, **(self.override_generation_config or {})}
         defaults = {name: found[name] for name in GENERATION_FIELDS if found.get(name) is not None}
         if found.get("max_new_tokens") is not None:

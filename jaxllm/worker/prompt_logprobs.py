@@ -20,6 +20,9 @@ from jaxllm.worker.input_batch import InputBatch
 
 CHUNK = 64
 
+# Of a prompt of one token, which nothing predicts.
+_NOTHING = LogprobsLists(np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32))
+
 
 class PromptLogprobs:
     """Those requests that ask for log probabilities of their prompt and are still in their prefill."""
@@ -38,7 +41,7 @@ class PromptLogprobs:
     def add(self, request: NewRequestData) -> None:
         """A new request; one resumed with outputs has delivered its prompt's log probabilities before."""
         asks = request.sampling_params.num_prompt_logprobs is not None
-        if asks and len(request.token_ids) == request.num_prompt_tokens and request.num_prompt_tokens > 1:
+        if asks and len(request.token_ids) == request.num_prompt_tokens:
             assert request.num_computed_tokens == 0, "a prompt with log probabilities must be computed whole"
             self._parts[request.req_id] = []
 
@@ -73,7 +76,8 @@ class PromptLogprobs:
             params = batch.sampling_params[req_id]
             self._parts[req_id] += self._logprobs(weights, host_hidden[first : first + len(targets)], targets, params)
             if start + counts[row] >= batch.num_prompt_tokens(req_id):
-                done[req_id] = concatenate(self._parts.pop(req_id))
+                parts = self._parts.pop(req_id)
+                done[req_id] = concatenate(parts) if parts else _NOTHING
         return done
 
     def warm_up(self, weights: tuple[jax.Array, ...]) -> None:
