@@ -145,7 +145,7 @@ class LogprobsProcessor:
 def _columns(lists: LogprobsLists, num_logprobs: int) -> tuple[list[list[int]], list[list[float]], list[int]]:
     """Python lists of the columns that were asked for. A batch has as many as its most demanding request, or more."""
     token_ids, logprobs = lists.token_ids, lists.logprobs
-    if num_logprobs != -1 and token_ids.shape[1] != 1 + num_logprobs:
+    if len(token_ids) and num_logprobs != -1 and token_ids.shape[1] != 1 + num_logprobs:
         assert token_ids.shape[1] > num_logprobs, f"{token_ids.shape[1]} columns of logprobs, {1 + num_logprobs} wanted"
         token_ids, logprobs = token_ids[:, : 1 + num_logprobs], logprobs[:, : 1 + num_logprobs]
     return token_ids.tolist(), logprobs.tolist(), lists.ranks.tolist()

@@ -185,6 +185,12 @@ def test_prompt_logprobs_need_the_whole_prompt(tokenizer: PreTrainedTokenizerFas
     assert [entry is None for entry in output.prompt_logprobs] == [True] + [False] * 9
 
 
+def test_prompt_logprobs_of_one_token() -> None:
+    engine = make_engine()
+    engine.add_request("r", [5], SamplingParams(max_tokens=2, prompt_logprobs=4))
+    assert [output.prompt_logprobs for output in run(engine)] == [[None], [None]]
+
+
 def test_cache_salt_keeps_prompts_apart() -> None:
     engine = make_engine()
     hits = []

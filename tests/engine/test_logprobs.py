@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from toy_engine import lists_of
 from transformers import PreTrainedTokenizerFast
 
+from jaxllm.core.output import LogprobsLists
 from jaxllm.core.types import EngineCoreOutput, EngineCoreRequest
 from jaxllm.engine.logprobs import LogprobsProcessor, TokenTexts
 from jaxllm.outputs import FlatLogprobs, Logprob
@@ -99,6 +100,16 @@ def test_prompt_of_which_only_the_end_was_computed() -> None:
     processor = processor_of(None, [5, 6, 7, 8], prompt_logprobs=0, skip_reading_prefix_cache=False)
     processor.update(prompt_rows(([8], [-3.0], 2)), 1)
     assert processor.prompt_logprobs == [None, None, None, {8: Logprob(-3.0, 2)}]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_prompt_of_one_token(flat: bool) -> None:
+    """Nothing predicts it. The arrays have no rows, and columns of no meaning."""
+    processor = processor_of(None, [5], prompt_logprobs=3, flat_logprobs=flat)
+    nothing = LogprobsLists(np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32))
+    processor.update(EngineCoreOutput("r", [9], new_prompt_logprobs=nothing), 1)
+    assert processor.prompt_logprobs is not None
+    assert list(processor.prompt_logprobs) == [{} if flat else None]
 
 
 def test_prompt_tokens_by_id() -> None:

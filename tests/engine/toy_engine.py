@@ -195,8 +195,9 @@ class ToyExecutor(Executor):
             row.prompt_logprobs.append(
                 self._logprobs(context, row.token_ids[position], num_logprobs, row.params.prompt_logprob_token_ids)
             )
-        if start < row.num_prompt_tokens <= end and row.prompt_logprobs:
-            output.prompt_logprobs[req_id] = lists_of(row.prompt_logprobs)
+        if start < row.num_prompt_tokens <= end:
+            nothing = LogprobsLists(np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32))
+            output.prompt_logprobs[req_id] = lists_of(row.prompt_logprobs) if row.prompt_logprobs else nothing
 
     @staticmethod
     def _logprobs(context: tuple[int, ...], token_id: int, count: int, ids: list[int] | None) -> Any:
