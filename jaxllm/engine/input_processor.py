@@ -1,6 +1,6 @@
 """A prompt and its parameters to an EngineCoreRequest: tokenized, completed and checked, before anything is queued."""
 
-import os
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NotRequired, TypedDict
@@ -64,6 +64,7 @@ class InputProcessor:
         self.max_logprobs = min(model.max_logprobs, self.vocab_size)
         self.eos_token_ids = model.eos_token_ids
         self.policy = config.scheduler.policy
+        self._serial = itertools.count()
 
     def process_inputs(
         self,
@@ -78,7 +79,8 @@ class InputProcessor:
         """Make a request. `params` is left as it is, unless its `skip_clone` allows to change it.
 
         Args:
-            request_id: the caller's own. The request's is this with a random suffix: callers may use one twice.
+            request_id: the caller's own. The request's is this with a serial number: callers may use one twice. No
+                random suffix, since a request without a seed of its own gets one made of its id, and runs should repeat.
             arrival_time: seconds, `time.time()`; by default now.
             cache_salt: for prompts that bring none of their own.
 
@@ -110,7 +112,7 @@ class InputProcessor:
         token_ids = self._check_prompt(token_ids)
         self._complete_lengths(params, len(token_ids))
         request = EngineCoreRequest(
-            request_id=f"{request_id}-{os.urandom(4).hex()}",
+            request_id=f"{request_id}-{next(self._serial):x}",
             prompt_token_ids=token_ids,
             sampling_params=params,
             eos_token_id=self.eos_token_ids[0] if self.eos_token_ids else None,

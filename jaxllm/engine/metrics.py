@@ -1,6 +1,6 @@
 """What the engine counts and times. Kept in plain numbers here; a server publishes them.
 
-A step fills an IterationStats, EngineMetrics adds it up. Metric names are vLLM's, so that its dashboards can read them.
+A step fills an IterationStats, EngineMetrics adds it up. Metric names are vLLM's but for the prefix.
 """
 
 from bisect import bisect_left
@@ -13,7 +13,7 @@ from jaxllm.outputs import RequestStateStats
 
 __all__ = ["Counter", "EngineMetrics", "FinishedRequestStats", "Gauge", "Histogram", "IterationStats", "RequestStateStats"]
 
-METRIC_PREFIX = "vllm:"
+METRIC_PREFIX = "jaxllm:"
 
 
 def one_two_five(largest: int) -> list[float]:

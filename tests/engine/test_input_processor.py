@@ -26,7 +26,7 @@ def test_request_is_complete(processor: InputProcessor, tokenizer: PreTrainedTok
     params = SamplingParams(max_tokens=None, stop_token_ids=[9])
     request, text = processor.process_inputs("mine", "hello", params, arrival_time=12.5, trace_headers={"a": "b"})
     assert text == "hello"
-    assert re.fullmatch("mine-[0-9a-f]{8}", request.request_id)
+    assert re.fullmatch("mine-[0-9a-f]+", request.request_id)
     assert request.prompt_token_ids == tokenizer.encode("hello")
     assert (request.eos_token_id, request.arrival_time, request.priority, request.cache_salt) == (EOS, 12.5, 0, None)
     assert request.trace_headers == {"a": "b"}

@@ -288,7 +288,7 @@ def test_chat_mistakes(llm: LLM) -> None:
 def test_the_rest(llm: LLM, tokenizer: PreTrainedTokenizerFast) -> None:
     assert llm.get_tokenizer() is tokenizer
     llm.generate([5] * 9, SamplingParams(max_tokens=2), use_tqdm=False)
-    assert {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}["vllm:generation_tokens"] == 2
+    assert {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}["jaxllm:generation_tokens"] == 2
     assert llm.reset_prefix_cache()
     assert llm.collective_rpc("describe", args=("x",))[0][0] == "x"
 

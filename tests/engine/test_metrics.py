@@ -13,9 +13,9 @@ from jaxllm.sampling_params import SamplingParams
 def values_of(engine: Any) -> dict[str, Any]:
     metrics = {}
     for metric in engine.get_metrics():
-        assert metric.name.startswith("vllm:")
+        assert metric.name.startswith("jaxllm:")
         assert metric.documentation
-        name = metric.name.removeprefix("vllm:") + "".join(f"/{value}" for value in metric.labels.values())
+        name = metric.name.removeprefix("jaxllm:") + "".join(f"/{value}" for value in metric.labels.values())
         assert name not in metrics
         metrics[name] = metric
     return metrics
