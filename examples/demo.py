@@ -22,9 +22,7 @@ def main() -> None:
     llm = LLM("smollm2-135m-instruct", max_model_len=2048, max_num_seqs=16, max_num_batched_tokens=512)
     print(f"ready after {time.perf_counter() - start:.1f} s")
 
-    conversations = [
-        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}] for question in QUESTIONS
-    ]
+    conversations = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}] for question in QUESTIONS]
     start = time.perf_counter()
     outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=96))
     seconds = time.perf_counter() - start

@@ -50,7 +50,6 @@ def test_prompt_logprobs(smollm2: LLM, golden):
         assert output.prompt_logprobs is not None
         assert output.prompt_logprobs[0] is None
         found = [
-            entry[token].logprob
-            for entry, token in zip(output.prompt_logprobs[1:], item["prompt_token_ids"][1:], strict=True)
+            entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], item["prompt_token_ids"][1:], strict=True)
         ]
         np.testing.assert_allclose(found, item["prompt_logprobs"][1:], atol=TOLERANCE)

@@ -1,0 +1,98 @@
+"""Who may import whom: docs/architecture.md."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# The packages of jaxllm from the top down; one may import those below it, and those beside it in the same row are strangers.
+LAYERS = [
+    {"llm", "cli", "serve", "bench", "beam_search", "__main__"},
+    {"engine"},
+    {"executor"},
+    {"worker"},
+    {"models", "sample", "weights", "tokenizer"},
+    {"layers"},
+    {"core"},
+    {"outputs"},
+    {"config", "sampling_params"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+# Front ends check requests against what the device rows can hold, and stand on the same level as beam search.
+ALLOWED = {("llm", "beam_search"), ("cli", "llm"), ("__main__", "cli"), ("tokenizer", "weights"), ("beam_search", "llm")}
+PURE = ("core", "config", "sampling_params", "outputs")
+THIRD_PARTY_HOMES = {
+    "transformers": {"weights", "tokenizer", "multimodal"},
+    "flax": {"layers", "models", "worker"},
+    "orbax": {"weights"},
+    "fastapi": {"serve"},
+    "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules that a file imports, but for those under `if TYPE_CHECKING`."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "jaxllm" else set()
+    return found
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def home(path: Path) -> str:
+    return path.relative_to(ROOT / "jaxllm").parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in sources("jaxllm") if path.name != "__init__.py" or path.parent.name != "jaxllm"]
+)
+def test_imports_go_downwards(path: Path):
+    own = home(path)
+    for module in imports_of(path):
+        top, _, rest = module.partition(".")
+        if top in THIRD_PARTY_HOMES:
+            assert own in THIRD_PARTY_HOMES[top], f"{path} imports {module}"
+        if top in ("jaxllm", "kernels_pallas", "sharding") and own in PURE:
+            assert top == "jaxllm" and rest.partition(".")[0] in PURE, f"{path} imports {module}"
+        if top != "jaxllm" or not rest:
+            continue
+        other = rest.partition(".")[0]
+        if other != own and (own, other) not in ALLOWED:
+            assert LEVEL[own] < LEVEL[other], f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("package", ["kernels_pallas", "sharding"])
+def test_device_packages_know_nothing_of_the_engine(package: str):
+    for path in sources(package):
+        for module in imports_of(path):
+            top = module.partition(".")[0]
+            assert top in {package, "jax", "numpy", "jax_triton", *sys.stdlib_module_names}, f"{path} imports {module}"
+
+
+def test_importing_jaxllm_starts_no_backend():
+    code = (
+        "import sys, jaxllm; from jaxllm import SamplingParams, EngineArgs; import jaxllm.core.scheduler; "
+        "assert 'jax' not in sys.modules and 'transformers' not in sys.modules, sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_no_file_is_two_ideas():
+    for package in ("jaxllm", "kernels_pallas", "sharding", "tests", "examples"):
+        for path in sources(package):
+            assert len(path.read_text().splitlines()) <= 560, f"{path} has grown too long"
