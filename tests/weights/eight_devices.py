@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from weight_files import K, D, M, plain_param, tiny_specs, tiny_tensors, write_gguf, write_safetensors
+from weight_files import D, K, M, plain_param, tiny_specs, tiny_tensors, write_gguf, write_safetensors
 
 from jaxllm.weights import load, orbax
 from jaxllm.weights.dummy import dummy_params
@@ -40,9 +40,7 @@ for module, name in (("jaxllm.weights.safetensors", "SafetensorsReader"), ("jaxl
 
     reader.read = counting
 
-meshes = {
-    size: jax.make_mesh((8 // size, size), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2) for size in (1, 2, 4, 8)
-}
+meshes = {size: jax.make_mesh((8 // size, size), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2) for size in (1, 2, 4, 8)}
 checked = 0
 for size, mesh in meshes.items():
     # The stripes of a model follow the size of the mesh's axis; one stripe on several devices must work too.
@@ -80,7 +78,9 @@ for path in ("qkv.kernel", "qkv.bias"):
     rows = [k.devices_indices_map((K * D, *rest))[device][0].indices(K * D)[0] for device in devices]
     assert rows == [0] * 4 + [D] * 4
 # Rows of a checkpoint tensor are columns of the parameter.
-assert orbax.part_sharding(specs["o.kernel"], specs["o.kernel"].parts[0], shardings["o.kernel"]).spec == PartitionSpec(None, "tensor")
+assert orbax.part_sharding(specs["o.kernel"], specs["o.kernel"].parts[0], shardings["o.kernel"]).spec == PartitionSpec(
+    None, "tensor"
+)
 
 # A parameter of random values is the same on any mesh.
 specs = [spec for spec in tiny_specs() if spec.path in ("o.kernel", "norm")]

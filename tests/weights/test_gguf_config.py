@@ -112,7 +112,13 @@ def test_layers_that_differ(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("expert_count", 8), ("attention__scale", 0.5), ("logit_scale", 2.0), ("attention__clamp_kqv", 8.0), ("final_logit_softcapping", 30.0)],
+    [
+        ("expert_count", 8),
+        ("attention__scale", 0.5),
+        ("logit_scale", 2.0),
+        ("attention__clamp_kqv", 8.0),
+        ("final_logit_softcapping", 30.0),
+    ],
 )
 def test_refused(tmp_path, key, value):
     with pytest.raises(ValueError, match=rf"llama\.{key.replace('__', '.')} = {value} is not supported"):

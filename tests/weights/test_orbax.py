@@ -41,7 +41,7 @@ def test_convert_safetensors(tmp_path, stored, num_stripes):
     assert (out / "tokenizer.json").read_text() == '{"x": 1}'
     assert (out / "additional_chat_templates" / "tools.jinja").read_text() == "t"
     reader = open_reader(source)
-    assert reader.dtypes == {name: stored for name in tensors}
+    assert reader.dtypes == dict.fromkeys(tensors, stored)
     assert os.listdir(tmp_path) == ["out"]
     for dtype in ("float32", "bfloat16", "float16"):
         assert_loads(out, tensors, dtype, num_stripes)
