@@ -27,15 +27,21 @@ def demo():
     return load_tokenizer(resolve_model(MODEL))
 
 
+@pytest.fixture(scope="module")
+def known_bytes(demo):
+    """The bytes, as byte-level BPE spells them, that are in the vocabulary: some rare ones (0x16, 0xF1) are not."""
+    return set(pre_tokenizers.ByteLevel.alphabet()) & set(demo.get_vocab())
+
+
 @pytest.fixture(scope="module", params=["gguf", "folder"])
 def either(request, demo, tmp_path_factory):
     """The demo model's tokenizer from the GGUF file, and from the folder of files that a conversion makes of it."""
     if request.param == "gguf":
         return demo
-    from jaxllm.weights.orbax import _write_tokenizer
+    from jaxllm.weights.orbax import write_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
-    _write_tokenizer(resolve_model(MODEL), folder)
+    write_tokenizer(resolve_model(MODEL), folder)
     return load_tokenizer(str(folder))
 
 
@@ -76,11 +82,9 @@ class TestDemo:
 
     @given(st.text(max_size=40))
     @settings(max_examples=200, deadline=None)
-    def test_round_trip(self, demo, text):
-        # The vocabulary has no token for some rare bytes (as 0x16 or 0xF1); what holds them is left out.
+    def test_round_trip(self, demo, known_bytes, text):
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        vocab = demo.get_vocab()
-        text = "".join(char for char in text if all(byte in vocab for byte in to_bytes.pre_tokenize_str(char)[0][0]))
+        text = "".join(char for char in text if known_bytes.issuperset(to_bytes.pre_tokenize_str(char)[0][0]))
         assert demo.decode(demo.encode(text)) == text
 
     @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def save_checkpoint(
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.incomplete-", dir=out.parent))
     try:
         _write_tensors(tensors.items() if isinstance(tensors, Mapping) else tensors, draft / ORBAX_FOLDER)
-        _write_tokenizer(tokenizer, draft)
+        write_tokenizer(tokenizer, draft)
         if generation_config:
             _write_json(draft / "generation_config.json", generation_config)
         # Last: a folder without it is no model.
@@ -357,7 +357,8 @@ def _write_tensors(tensors: Iterable[tuple[str, Any]], folder: Path) -> None:
     flush()
 
 
-def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
+def write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer's files into a folder; `tokenizer` is as in `save_checkpoint`, None for none."""
     if isinstance(tokenizer, ModelSource) and tokenizer.kind == "gguf":
         from jaxllm.weights.gguf import GgufFile
         from jaxllm.weights.gguf_tokenizer import build_tokenizer
