@@ -26,13 +26,16 @@ def load_tokenizer(
     if isinstance(source, ModelSource):
         if revision is not None:
             raise ValueError(f"revision {revision!r} is for a name; {source.model!r} was resolved already")
-    elif (folder := Path(source).expanduser()).is_dir():
-        if revision is not None:
-            raise ValueError(f"revision {revision!r} is for models of the Hugging Face hub; {source!r} is on this machine")
-        return _from_folder(source, folder)
-    else:
-        source = resolve_model(source, revision=revision, download_dir=download_dir, weights=False)
-    return _from_gguf(source.path) if source.kind == "gguf" else _from_folder(source.model, source.path)
+        return _from_gguf(source.path) if source.kind == "gguf" else _from_folder(source.model, source.path)
+    path = Path(source).expanduser()
+    if path.exists() and revision is not None:
+        raise ValueError(f"revision {revision!r} is for models of the Hugging Face hub; {source!r} is on this machine")
+    # The tokenizer alone is enough: no config.json is asked for, no architecture refused.
+    if path.is_dir():
+        return _from_folder(source, path)
+    if path.is_file() and path.suffix == ".gguf":
+        return _from_gguf(path)
+    return load_tokenizer(resolve_model(source, revision=revision, download_dir=download_dir, weights=False))
 
 
 @overload

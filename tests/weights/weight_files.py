@@ -90,9 +90,7 @@ def tiny_specs(dtype: str = "float32", num_stripes: int = 1) -> list[ParamSpec]:
         _vector("norm_in", f"{layer}.input_layernorm.weight", dtype),
         ParamSpec("qkv.kernel", (M, width), dtype, (None, "heads"), attention("weight", (M,)), True, num_stripes),
         ParamSpec("qkv.bias", (width,), dtype, ("heads",), attention("bias", ()), False, num_stripes),
-        ParamSpec(
-            "o.kernel", (H * D, M), dtype, ("heads", None), (Part(f"{layer}.self_attn.o_proj.weight", (M, H * D)),), True
-        ),
+        ParamSpec("o.kernel", (H * D, M), dtype, ("heads", None), (Part(f"{layer}.self_attn.o_proj.weight", (M, H * D)),), True),
         _vector("norm_post", f"{layer}.post_attention_layernorm.weight", dtype),
         ParamSpec(
             "gate_up.kernel",
