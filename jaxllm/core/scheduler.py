@@ -319,6 +319,7 @@ class Scheduler:
         """
         requests, max_model_len, running_status = self.requests, self.max_model_len, RequestStatus.RUNNING
         sampled_token_ids, row_of = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+        logprobs, logprobs_start = model_runner_output.logprobs, model_runner_output.logprobs_start
         spec_decode_tokens = scheduler_output.scheduled_spec_decode_tokens
         outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         stopped: list[Request] = []
@@ -329,7 +330,9 @@ class Scheduler:
             request.num_steps_in_flight -= 1
             new_token_ids = sampled_token_ids[row_of[request_id]]
             if not new_token_ids:
-                continue  # a part of a prefill
+                # A part of a prefill.
+                assert request_id not in spec_decode_tokens, f"no token for request {request_id!r}, which had drafts"
+                continue
             is_running = request.status is running_status
             is_first = len(request.all_token_ids) == request.num_prompt_tokens
             if request_id in spec_decode_tokens:
@@ -351,7 +354,7 @@ class Scheduler:
                 EngineCoreOutput(
                     request_id,
                     new_token_ids,
-                    _logprobs_of(request_id, len(new_token_ids), model_runner_output),
+                    None if logprobs is None else _logprobs_of(request_id, len(new_token_ids), logprobs, logprobs_start),
                     model_runner_output.prompt_logprobs.get(request_id) if is_first else None,
                     request.status.finish_reason if is_stopped else None,
                     request.stop_reason,
@@ -504,8 +507,8 @@ class Scheduler:
             assert request.num_computed_tokens == request.num_output_placeholders == len(request.spec_token_ids) == 0
 
 
-def _logprobs_of(request_id: str, num_tokens: int, output: ModelRunnerOutput) -> LogprobsLists | None:
-    start = output.logprobs_start.get(request_id)
-    if start is None or output.logprobs is None:
-        return None
-    return output.logprobs.slice(start, start + num_tokens)
+def _logprobs_of(
+    request_id: str, num_tokens: int, logprobs: LogprobsLists, logprobs_start: dict[str, int]
+) -> LogprobsLists | None:
+    start = logprobs_start.get(request_id)
+    return None if start is None else logprobs.slice(start, start + num_tokens)

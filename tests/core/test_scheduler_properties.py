@@ -19,7 +19,7 @@ SALTS = {None: 0, "pepper": 1}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Steps a scheduler with a worker that checks the cache, in one mode with the next step scheduled before the last is known."""
+    """Steps a scheduler with a worker checking the cache; in one mode, the next step is scheduled before the last is known."""
 
     @initialize(
         windows=st.sampled_from([(None,), (None,), (6,), (None, 6), (None, 3, 10)]),
