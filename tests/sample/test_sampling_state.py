@@ -1,6 +1,5 @@
 """The device rows: what is packed, written, gathered and updated."""
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -30,11 +29,6 @@ def noted(rows, row_ids, positions, token_ids, valid=None):
     row_ids = jnp.asarray(row_ids, jnp.int32)
     valid = jnp.ones(len(row_ids), bool) if valid is None else jnp.asarray(valid)
     return update(rows, gather(rows, row_ids), jnp.asarray(positions), jnp.asarray(token_ids), valid)
-
-
-def test_columns_are_the_fields_of_the_metadata():
-    fields = {field.name for field in dataclasses.fields(state.SamplingMetadata)} - {"row_ids", "in_use", "tables"}
-    assert fields == set(state.ROW.names)
 
 
 def test_a_row_comes_back_as_it_was_written():
