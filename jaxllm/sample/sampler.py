@@ -61,7 +61,8 @@ def row_uniforms(metadata: SamplingMetadata, positions: jax.Array) -> jax.Array:
 
     def draw(high: jax.Array, low: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(jnp.stack([high, low]), impl="threefry2x32")
-        bits = jax.random.bits(jax.random.fold_in(key, position), (2,))
+        # The folded key is itself two words of threefry's output: hashing it once more would add nothing.
+        bits = jax.random.key_data(jax.random.fold_in(key, position))
         return (bits >> 8).astype(jnp.float32) * 2.0**-24
 
     return jax.vmap(draw)(metadata.seed_high, metadata.seed_low, positions)

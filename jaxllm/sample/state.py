@@ -32,7 +32,7 @@ MAX_COUNT = np.iinfo(np.uint16).max  # of one token in an output; counts stay th
 WRITE_BYTES = 1 << 16  # rows are uploaded in chunks of about this size
 MAX_WRITE_ROWS = 32
 
-# The columns of `SamplingState.scalars`, four bytes each: the fields of SamplingMetadata by the same names.
+# The columns of `scalars`, four bytes each; SamplingMetadata gives them by the same names.
 ROW = np.dtype(
     [
         ("temperature", "f4"),
@@ -98,36 +98,47 @@ class SamplingState:
         return self.output_counts.shape[1]
 
 
+def _column(name: str) -> property:
+    assert ROW.names is not None
+    index, dtype = ROW.names.index(name), ROW[name]
+    return property(lambda self: lax.bitcast_convert_type(self.scalars[:, index], dtype))
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """The rows of one batch. `tables` is the whole state: what is rarely used is read from it only where it is used.
+    """The rows of one batch.
+
+    A column is cut out of `scalars` where it is used, so that branches take one array and not seventeen; `tables` is the whole
+    state: what is rarely used is read from it only where it is used.
 
     Attributes:
-        row_ids: each batch row's row in the tables; 0 for padding.
-        in_use: False for padding, whose scalars are neutral.
+        row_ids: each batch row's row in the tables; padding has one too, but neutral scalars.
+        in_use: False for padding.
     """
 
     row_ids: jax.Array  # int32 [R]
     in_use: jax.Array  # bool [R]
-    temperature: jax.Array  # float32 [R]; 0 is greedy
-    top_p: jax.Array  # float32 [R]
-    top_k: jax.Array  # int32 [R]; 0 for all
-    min_p: jax.Array  # float32 [R]
-    repetition_penalty: jax.Array  # float32 [R]
-    frequency_penalty: jax.Array  # float32 [R]
-    presence_penalty: jax.Array  # float32 [R]
-    seed_high: jax.Array  # uint32 [R]
-    seed_low: jax.Array  # uint32 [R]
-    num_prompt_tokens: jax.Array  # int32 [R]
-    min_tokens: jax.Array  # int32 [R]
-    num_stop_ids: jax.Array  # int32 [R]; 0 unless there is a min_tokens
-    num_bias: jax.Array  # int32 [R]
-    num_bad_words: jax.Array  # int32 [R]
-    num_allowed: jax.Array  # int32 [R]; 0 if every token is
-    num_logprobs: jax.Array  # int32 [R]; NO_LOGPROBS if none are asked for, the vocabulary's size for all
-    num_logprob_ids: jax.Array  # int32 [R]
+    scalars: jax.Array  # int32 [R, len(ROW)]
     tables: SamplingState
+
+    temperature = _column("temperature")  # float32 [R]; 0 is greedy
+    top_p = _column("top_p")  # float32 [R]
+    top_k = _column("top_k")  # int32 [R]; 0 for all
+    min_p = _column("min_p")  # float32 [R]
+    repetition_penalty = _column("repetition_penalty")  # float32 [R]
+    frequency_penalty = _column("frequency_penalty")  # float32 [R]
+    presence_penalty = _column("presence_penalty")  # float32 [R]
+    seed_high = _column("seed_high")  # uint32 [R]
+    seed_low = _column("seed_low")  # uint32 [R]
+    num_prompt_tokens = _column("num_prompt_tokens")  # int32 [R]
+    min_tokens = _column("min_tokens")  # int32 [R]
+    num_stop_ids = _column("num_stop_ids")  # int32 [R]; 0 unless there is a min_tokens
+    num_bias = _column("num_bias")  # int32 [R]
+    num_bad_words = _column("num_bad_words")  # int32 [R]
+    num_allowed = _column("num_allowed")  # int32 [R]; 0 if every token is
+    num_logprobs = _column("num_logprobs")  # int32 [R]; NO_LOGPROBS if none are asked for, the vocabulary's size for all
+    num_logprob_ids = _column("num_logprob_ids")  # int32 [R]
 
     @property
     def uses_penalties(self) -> jax.Array:
@@ -310,10 +321,7 @@ def gather(state: SamplingState, row_ids: jax.Array) -> SamplingMetadata:
     in_use = (row_ids >= 0) & (row_ids < state.max_num_seqs)
     row_ids = jnp.clip(row_ids, 0, state.max_num_seqs - 1)
     scalars = jnp.where(in_use[:, None], state.scalars[row_ids], NEUTRAL_SCALARS)
-    names = ROW.names
-    assert names is not None
-    columns = {name: lax.bitcast_convert_type(scalars[:, i], ROW[name]) for i, name in enumerate(names)}
-    return SamplingMetadata(row_ids=row_ids, in_use=in_use, tables=state, **columns)
+    return SamplingMetadata(row_ids, in_use, scalars, tables=state)
 
 
 def update(

@@ -165,7 +165,7 @@ def thresholds(
 
 def _draw(masses: jax.Array, uniforms: jax.Array) -> jax.Array:
     """Invert the distribution function: [R, n], [R] -> int32 [R]."""
-    # The sums may fall by a last bit where there is no mass, so a mass is asked for too.
+    # Summed in another order, sums could rise by a last bit where there is no mass: so a mass is asked for too.
     sums = jnp.cumsum(masses, axis=1)
     hit = (sums > (uniforms * sums[:, -1])[:, None]) & (masses > 0.0)
     return jnp.argmax(hit, axis=1).astype(jnp.int32)

@@ -176,6 +176,21 @@ def test_choose_never_takes_what_has_no_mass():
     assert (chosen >= threshold).all()
 
 
+def test_choose_takes_what_has_mass_at_every_boundary():
+    """Uniforms on the steps of the distribution function, where a sum's last bit decides."""
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(5_000, 128)).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.5] = -INF
+    logits[:, 0] = 0.0
+    row_max = logits.max(axis=1)
+    sums = np.asarray(jnp.cumsum(jnp.exp(logits - row_max[:, None]), axis=1))
+    steps = sums[np.arange(5_000), rng.integers(0, 127, 5_000)] / sums[:, -1]
+    uniforms = np.minimum(np.stack([steps, steps], axis=1), np.float32(1 - 2.0**-24))
+    ones = np.ones(5_000, np.float32)
+    token_ids = ops["choose"](logits, row_max, ones, -INF * ones, uniforms)
+    assert (logits[np.arange(5_000), token_ids] > -INF).all()
+
+
 @pytest.mark.parametrize(("vocab_size", "temperature", "threshold"), [(8, 1.0, -INF), (300, 0.7, -INF), (300, 1.3, 0.2)])
 def test_choose_follows_the_distribution(vocab_size, temperature, threshold):
     """Chi-square over 200 000 draws with fixed uniforms: the same result whenever it runs."""

@@ -61,6 +61,6 @@ def sample_four(four_token_engine):
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_engine():
     return Engine
