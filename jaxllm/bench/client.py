@@ -53,7 +53,9 @@ def request_body(backend: Backend, request: SampleRequest, options: RequestOptio
     """
     body: dict[str, Any] = {"model": options.model, "stream": True, "stream_options": {"include_usage": True}}
     if backend == "openai":
-        body |= {"prompt": request.prompt, "max_tokens": request.output_len, "logprobs": options.logprobs}
+        body |= {"prompt": request.prompt, "max_tokens": request.output_len}
+        if options.logprobs is not None:
+            body["logprobs"] = options.logprobs
         if not options.openai_fields_only:
             # A model's own default would make the output depend on who serves it.
             body["repetition_penalty"] = 1.0

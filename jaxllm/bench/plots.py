@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.bench.metrics import RequestRecord, chunks_per_second, concurrency_steps
+from jaxllm.bench.metrics import RequestRecord, concurrency_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +17,7 @@ INSTALL = "pip install 'jaxllm[bench]'"
 _WAIT, _DECODE, _ACCENT, _BAD = "#c9ced6", "#3b82c4", "#d9822b", "#c23030"
 # More bars than this are thinner than a pixel.
 _MAX_BARS = 400
+_RATE_BINS = 100
 
 
 def can_plot() -> bool:
@@ -66,21 +67,28 @@ def _draw_requests(axes: "Axes", records: Sequence[RequestRecord], first: float)
     axes.plot(times, of_row, "|", color=_DECODE, markersize=max(1.0, min(6.0, 240 / len(shown))), markeredgewidth=0.5)
     axes.invert_yaxis()
     axes.set_ylabel("request" if len(shown) == len(records) else f"request ({len(shown)} of {len(records)})")
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, _end(records, first))
     axes.legend(loc="upper right", fontsize="small", framealpha=0.8)
 
 
 def _draw_rates(axes: "Axes", records: Sequence[RequestRecord], first: float) -> None:
-    counts = chunks_per_second(records)
-    axes.stairs(counts, np.arange(len(counts) + 1), fill=True, color=_DECODE, alpha=0.45, label="chunks of output")
-    axes.set_ylabel("chunks/s")
+    times = np.asarray([time - first for record in records for time in record.chunk_times])
+    edges = np.linspace(0, _end(records, first), _RATE_BINS + 1)
+    counts, _ = np.histogram(times, edges)
+    axes.stairs(counts / (edges[1] - edges[0]), edges, fill=True, color=_DECODE, alpha=0.45)
+    axes.set_ylabel("chunks of output/s", color=_DECODE)
     axes.set_xlabel("seconds since the first request")
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, edges[-1])
     beside = axes.twinx()
     steps = concurrency_steps(records)
-    beside.step([time - first for time, _ in steps], [n for _, n in steps], where="post", color=_ACCENT, label="under way")
+    beside.step([time - first for time, _ in steps], [n for _, n in steps], where="post", color=_ACCENT)
     beside.set_ylabel("requests under way", color=_ACCENT)
     beside.set_ylim(bottom=0)
+
+
+def _end(records: Sequence[RequestRecord], first: float) -> float:
+    """Where the time axis ends."""
+    return max(1e-3, max(record.chunk_times[-1] for record in records) - first)
 
 
 def _draw_latencies(axes: "Axes", records: Sequence[RequestRecord]) -> None:
@@ -91,7 +99,7 @@ def _draw_latencies(axes: "Axes", records: Sequence[RequestRecord]) -> None:
             ordered = np.sort(np.asarray(seconds) * 1000)
             axes.step(ordered, np.arange(1, len(ordered) + 1) / len(ordered), where="post", color=color, label=name)
     # Chunks that came together are 0 ms apart; a logarithmic axis has no place for them but its edge.
-    axes.set_xscale("log")
+    _logarithmic(axes, "x")
     axes.set_xlabel("milliseconds")
     axes.set_ylabel("share of values up to")
     axes.set_ylim(0, 1.02)
@@ -127,7 +135,8 @@ def plot_sweep(
     left.set_xticks(range(len(points)), labels)
     left.set_xlabel(axis)
     left.set_ylabel("milliseconds")
-    left.set_yscale("log" if all(point[field] > 0 for point in points for field in fields) else "linear")
+    if all(point[field] > 0 for point in points for field in fields):
+        _logarithmic(left, "y")
     left.grid(alpha=0.3)
     left.legend(fontsize="small")
 
@@ -137,8 +146,7 @@ def plot_sweep(
             right.plot(
                 [p["mean_itl_ms"] for p in chosen], [p["output_throughput"] for p in chosen], "o", color=color, label=label
             )
-    order = sorted(points, key=lambda point: point["mean_itl_ms"])
-    right.plot([p["mean_itl_ms"] for p in order], [p["output_throughput"] for p in order], color=_WAIT, zorder=0)
+    right.plot([p["mean_itl_ms"] for p in points], [p["output_throughput"] for p in points], color=_WAIT, zorder=0)
     for point, label in zip(points, labels, strict=True):
         right.annotate(
             label, (point["mean_itl_ms"], point["output_throughput"]), xytext=(4, 4), textcoords="offset points", fontsize=7
@@ -165,6 +173,17 @@ def plot_sweep(
     right.grid(alpha=0.3)
     right.legend(fontsize="small")
     figure.savefig(path)
+
+
+def _logarithmic(axes: "Axes", which: str) -> None:
+    """A logarithmic axis whose ticks are 1, 2, 5, 10, ..."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
 
 
 def _figure(width: float, height: float, title: str) -> "Figure":

@@ -67,12 +67,17 @@ def _rows(result: Mapping[str, Any], rows: Sequence[tuple[str, str]]) -> list[st
     return [row.rstrip() for row in found]
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns under a header, numbers to the right."""
-    cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
-    lines = ["  ".join(name.rjust(width) for name, width in zip(header, widths, strict=True))]
-    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, left: Sequence[str] = ()) -> str:
+    """Columns under a header, flush right but for those named in `left`."""
+    cells = [list(header), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if name in left else cell.rjust(width)
+            for name, cell, width in zip(header, row, widths, strict=True)
+        )
+        for row in cells
+    ]
     return "\n".join(line.rstrip() for line in lines)
 
 

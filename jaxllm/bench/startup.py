@@ -78,7 +78,7 @@ def startup_table(result: Mapping[str, Mapping[str, float]]) -> str:
     kinds = list(result)
     rows: list[list[Any]] = [[phase, *(result[kind][phase] for kind in kinds), meaning] for phase, meaning in PHASES.items()]
     rows.append(["ready", *(result[kind]["ready"] for kind in kinds), "from the start of the process, before the first token"])
-    return table(["seconds", *kinds, ""], rows)
+    return table(["seconds", *kinds, ""], rows, left=("seconds", ""))
 
 
 def engine_flags(argv: Sequence[str]) -> list[str]:

@@ -31,6 +31,8 @@ _COLUMNS = {
     "mean_itl_ms": "ITL ms",
     "median_tpot_ms": "TPOT ms",
 }
+# Height of the knee above the diagonal, below which measurements' noise would decide.
+_MIN_BEND = 0.1
 _PLACEHOLDERS = ("port", *ENGINE_AXES)
 
 Point = dict[str, Any]
@@ -211,21 +213,21 @@ def best_point(points: Sequence[Point]) -> Point | None:
 def find_knee(points: Sequence[Point]) -> Point | None:
     """Where more load begins to cost more inter-token latency than it brings throughput.
 
-    Of the points in order of mean ITL, with both axes scaled to [0, 1], the one that is highest above the diagonal (Satopää et
-    al., "Finding a Kneedle in a Haystack", 2011). The requests under way there are B_sat, the batch that saturates the device.
+    With mean ITL and output throughput both scaled to [0, 1], the point that is highest above the diagonal (Satopää et al.,
+    "Finding a Kneedle in a Haystack", 2011). The requests under way there are B_sat, the batch that saturates the device.
 
     Returns:
-        None with fewer than three points, or if there is no point between the first and the last above the diagonal.
+        None with fewer than three points, or if the curve does not bend: if no point is `_MIN_BEND` above.
     """
-    order = sorted((point for point in points if point["completed"]), key=lambda point: point["mean_itl_ms"])
-    if len(order) < 3:
+    done = [point for point in points if point["completed"]]
+    if len(done) < 3:
         return None
-    xs, ys = ([point[name] for point in order] for name in ("mean_itl_ms", "output_throughput"))
+    xs, ys = ([point[name] for point in done] for name in ("mean_itl_ms", "output_throughput"))
     if max(xs) == min(xs) or max(ys) == min(ys):
         return None
     above = [(y - min(ys)) / (max(ys) - min(ys)) - (x - min(xs)) / (max(xs) - min(xs)) for x, y in zip(xs, ys, strict=True)]
-    highest = max(range(len(order)), key=above.__getitem__)
-    return order[highest] if 0 < highest < len(order) - 1 and above[highest] > 0 else None
+    highest = max(range(len(done)), key=above.__getitem__)
+    return done[highest] if above[highest] >= _MIN_BEND else None
 
 
 def label_of(point: Point, axes: Sequence[str]) -> str:
@@ -250,7 +252,7 @@ def _report(
     metadata: Mapping[str, str],
 ) -> int:
     best, knee = best_point(points), find_knee(points)
-    fields = dict(_COLUMNS) | {objective.field: objective.field for objective in objectives}
+    fields = {objective.field: objective.field for objective in objectives} | _COLUMNS
     print(
         table(
             [*(axis.replace("_", " ") for axis in axes), *fields.values(), "failed", "within SLOs"],
