@@ -225,7 +225,8 @@ def chunks_per_second(records: Sequence[RequestRecord]) -> np.ndarray:
 
 def concurrency_steps(records: Iterable[RequestRecord]) -> list[tuple[float, int]]:
     """(time, requests under way from then on), ascending. A request is under way from its start up to, not at, its last chunk."""
-    events = [(r.start, 1) for r in records] + [(r.start + r.latency, -1) for r in records]
+    lasting = [record for record in records if record.latency > 0]
+    events = [(r.start, 1) for r in lasting] + [(r.start + r.latency, -1) for r in lasting]
     steps, count = [], 0
     for time, change in sorted(events):
         count += change

@@ -1,7 +1,9 @@
 """Results as a table and as files."""
 
+import errno
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -90,10 +92,23 @@ def _cell(value: Any) -> str:
 
 
 def result_path(directory: str | None, filename: str | None, stem: str, date: datetime) -> Path:
-    """Where a result goes; makes the directory."""
-    path = Path(directory or ".") / (filename or f"{stem}-{date:%Y%m%d-%H%M%S}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+    """Where a result goes."""
+    return Path(directory or ".") / (filename or f"{stem}-{date:%Y%m%d-%H%M%S}.json")
+
+
+def make_result_directory(directory: str | None, filename: str | None) -> None:
+    """Make the directory of `result_path`, before anything is measured in vain.
+
+    Raises:
+        ValueError: if nothing can be written there.
+    """
+    parent = result_path(directory, filename, "", datetime.now()).parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the directory {parent}: {error.strerror}") from error
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"cannot write into {parent}: {os.strerror(errno.EACCES)}")
 
 
 def write_json(path: Path, result: Any, *, append: bool = False) -> None:

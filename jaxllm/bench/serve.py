@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxllm.bench import plots
 from jaxllm.bench.measure import DETAILS, Run, Target, find_target, make_requests, measure
 from jaxllm.bench.metrics import parse_goodput, parse_percentiles
-from jaxllm.bench.report import parse_pairs, result_path, serving_table, write_json
+from jaxllm.bench.report import make_result_directory, parse_pairs, result_path, serving_table, write_json
 from jaxllm.bench.serve_args import add_result_args, add_target_args, add_traffic_args, check_args, make_client
 from jaxllm.engine.cli_args import human_int
 
@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         plots.require_plots(args.plot)
     if args.append_result and args.result_filename is None:
         raise ValueError("--append-result needs --result-filename")
+    if args.save_result or args.append_result:
+        make_result_directory(args.result_dir, args.result_filename)
     done, target = asyncio.run(_run(args))
     print(serving_table(done.result | {"max_concurrency": args.max_concurrency}, percentiles))
     failures = [record.error for record in done.records if not record.success]

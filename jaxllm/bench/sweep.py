@@ -15,7 +15,7 @@ from typing import Any
 from jaxllm.bench import plots
 from jaxllm.bench.measure import DETAILS, Target, find_target, make_requests, measure
 from jaxllm.bench.metrics import Objective, parse_percentiles, percentile_word
-from jaxllm.bench.report import parse_pairs, result_path, table, write_json
+from jaxllm.bench.report import make_result_directory, parse_pairs, result_path, table, write_json
 from jaxllm.bench.serve_args import add_result_args, add_target_args, add_traffic_args, check_args, make_client
 from jaxllm.bench.servers import free_port, running_server
 from jaxllm.engine.cli_args import human_int
@@ -72,16 +72,17 @@ def add_sweep_args(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 1 if no point keeps the objectives."""
     objectives = [Objective.parse(pair) for pair in args.slo]
+    if args.ramp_up_strategy is not None or args.dataset_name == "timed_trace":
+        raise ValueError("a sweep has one rate a point: --ramp-up-strategy and timed traces are for serve")
     check_args(args)
     parse_percentiles(args.metric_percentiles)
     metadata = parse_pairs("--metadata", args.metadata)
     if args.plot is not None:
         plots.require_plots(args.plot)
-    if args.ramp_up_strategy is not None or args.self_timed:
-        raise ValueError("a sweep has one rate a point: --ramp-up-strategy and timed traces are for serve")
     grid = Grid(args)
     if grid.starts_servers and args.base_url is not None:
         raise ValueError(f"servers are started for this grid, so it takes no --base-url, got {args.base_url!r}")
+    make_result_directory(args.result_dir, args.result_filename)
     points, target = asyncio.run(_run(args, grid, objectives))
     return _report(args, points, target, grid.varying, objectives, metadata)
 

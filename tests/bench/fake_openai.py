@@ -4,8 +4,7 @@ import argparse
 import asyncio
 import json
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,7 +100,7 @@ class FakeServer:
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         chat = request.path.endswith("chat/completions")
         count = body.get("max_completion_tokens", body.get("max_tokens", 5))
-        words = self.answer or [" " + WORDS[i % len(WORDS)] for i in range(count)]
+        words = self.answer if self.answer is not None else [" " + WORDS[i % len(WORDS)] for i in range(count)]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
 
