@@ -347,6 +347,8 @@ class EngineConfig:
 
     Attributes:
         attention_backend: "auto" picks by device.
+        cudagraph_capture_sizes: sizes of decode buckets, in requests; None for the default, which doubles up to max_num_seqs.
+        compile_sizes: sizes of mixed buckets, in tokens; None for the default, which doubles up to max_num_batched_tokens.
         compilation_cache_dir: where compiled steps are kept between runs; None for nowhere.
         log_stats: whether the engine counts and times its steps.
         stream_interval: tokens between two outputs of a stream; the first and the last always come at once.
@@ -358,6 +360,8 @@ class EngineConfig:
     scheduler: SchedulerConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     attention_backend: str = "auto"
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    compile_sizes: tuple[int, ...] | None = None
     compilation_cache_dir: str | None = None
     log_stats: bool = True
     stream_interval: int = 1

@@ -98,7 +98,13 @@ class Worker:
         platform = self.devices[0].platform
         least_tokens = 2 if platform == "cpu" and model.dtype != "float32" else 1
         scheduler = self.config.scheduler
-        buckets = Buckets(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, least_tokens)
+        buckets = Buckets(
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            least_tokens,
+            self.config.cudagraph_capture_sizes,
+            self.config.compile_sizes,
+        )
 
         def runner_with(num_blocks: int) -> ModelRunner:
             config = dataclasses.replace(self.kv_cache_config, num_blocks=num_blocks)
