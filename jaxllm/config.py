@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -237,13 +238,13 @@ class ModelConfig:
     max_logprobs: int = 20
     logprobs_mode: LogprobsMode = "raw_logprobs"
     seed: int = 0
-    load_format: Literal["auto", "safetensors", "gguf", "orbax", "dummy"] = "auto"
+    load_format: LoadFormat = "auto"
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DType)
         check_choice("logprobs_mode", self.logprobs_mode, LogprobsMode)
-        check_choice("load_format", self.load_format, Literal["auto", "safetensors", "gguf", "orbax", "dummy"])
+        check_choice("load_format", self.load_format, LoadFormat)
         check_at_least("max_model_len", self.max_model_len, 1)
         check_at_least("max_logprobs", self.max_logprobs, -1)
         check_at_least("seed", self.seed, 0)

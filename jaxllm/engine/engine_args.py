@@ -12,7 +12,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, check_at_least
+from jaxllm.config import (
+    CacheConfig,
+    DecoderConfig,
+    EngineConfig,
+    LoadFormat,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    check_at_least,
+    check_choice,
+)
 from jaxllm.weights.source import ModelSource, resolve_model
 
 logger = logging.getLogger(__name__)
@@ -159,6 +169,7 @@ class EngineArgs:
         """
         if self.enforce_eager:
             logger.info("enforce_eager has no effect: every step is compiled")
+        check_choice("load_format", self.load_format, LoadFormat)
         platform = detect_platform()
         needs_weights = self.load_format != "dummy"
         source = resolve_model(self.model, revision=self.revision, download_dir=self.download_dir, weights=needs_weights)
