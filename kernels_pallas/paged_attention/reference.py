@@ -93,7 +93,7 @@ def decode_tile(num_rows: int, block_size: int, pages_per_row: int) -> tuple[int
 
 
 PREFILL_TOKENS = 64
-PREFILL_KEYS = 256
+PREFILL_KEYS = 128
 
 
 def _prefill(
@@ -107,7 +107,7 @@ def _prefill(
     sinks: jax.Array | None,
     options: Options,
 ) -> jax.Array:
-    """Rows from `num_decodes` on: q [T, K, G, D] -> the same, with `out` [≤ T, K, G, D] kept for tokens before theirs."""
+    """Rows from `num_decodes` on: q [T, K, G, D] -> the same, `out` [≤ T, K, G, D] is kept for the tokens before theirs."""
     num_tokens, num_kv_heads, group, head_dim = q.shape
     num_rows, pages_per_row = block_tables.shape
     block_size = kv_cache.shape[3]
@@ -116,16 +116,17 @@ def _prefill(
     starts, stops = query_start_loc[:-1], query_start_loc[1:]
     tiles = jnp.where(jnp.arange(num_rows) < num_decodes, 0, (stops - starts + size - 1) // size)
     tiles_before = jnp.cumsum(tiles)
-    # A tile may reach beyond its row: what it writes there is overwritten by the next row's tiles, or is padding.
-    q = jnp.pad(q, ((0, size), (0, 0), (0, 0), (0, 0)))
-    out = jnp.pad(out, ((0, num_tokens + size - out.shape[0]), (0, 0), (0, 0), (0, 0)))
+    out = jnp.pad(out, ((0, num_tokens - out.shape[0]), (0, 0), (0, 0), (0, 0)))
 
     def body(tile: jax.Array, out: jax.Array) -> jax.Array:
         row = jnp.searchsorted(tiles_before, tile, side="right")
-        start = starts[row] + (tile - (tiles_before[row] - tiles[row])) * size
-        tokens = start + jnp.arange(size, dtype=jnp.int32)
-        positions = jnp.where(tokens < stops[row], seq_lens[row] - stops[row] + tokens, -1)
-        block = lax.dynamic_slice_in_dim(q, start, size).transpose(1, 2, 0, 3)
+        first = starts[row] + (tile - (tiles_before[row] - tiles[row])) * size
+        # The last tiles would reach beyond the array: they are moved back, and leave the tokens before their first alone.
+        at = jnp.minimum(first, num_tokens - size)
+        tokens = at + jnp.arange(size, dtype=jnp.int32)
+        mine = (tokens >= first) & (tokens < stops[row])
+        positions = jnp.where(mine, seq_lens[row] - stops[row] + tokens, -1)
+        block = lax.dynamic_slice_in_dim(q, at, size).transpose(1, 2, 0, 3)
         result = _attend(
             block.reshape(1, num_kv_heads, group * size, head_dim),
             jnp.tile(positions, group)[None],
@@ -136,9 +137,10 @@ def _prefill(
             options=options,
         )
         result = result.reshape(num_kv_heads, group, size, head_dim).transpose(2, 0, 1, 3)
-        return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
+        result = jnp.where(mine[:, None, None, None], result, lax.dynamic_slice_in_dim(out, at, size))
+        return lax.dynamic_update_slice_in_dim(out, result, at, axis=0)
 
-    return lax.fori_loop(0, tiles_before[-1], body, out)[:num_tokens]
+    return lax.fori_loop(0, tiles_before[-1], body, out)
 
 
 def _attend(
