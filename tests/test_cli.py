@@ -145,7 +145,7 @@ def test_chat(small, capsys, monkeypatch):
     import io
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is the capital of France?\nAnd of Italy?\n"))
-    assert cli.main(["chat", *small, "--temperature", "0", "--max-tokens", "16", "--system", "Answer briefly."]) == 0
+    assert cli.main(["chat", *small, "--temperature", "0", "--max-tokens", "16"]) == 0
     captured = capsys.readouterr()
     assert "Paris" in captured.out
     assert "Rome" in captured.out
