@@ -21,7 +21,7 @@ from jaxllm.worker.kv_cache import abstract_kv_caches, allocate_kv_caches, max_b
 from jaxllm.worker.program_cache import ProgramCache
 from jaxllm.worker.prompt_logprobs import PromptLogprobs
 from jaxllm.worker.row_state import NewRow
-from jaxllm.worker.step import StepOptions, StepOutput, Weights, make_step
+from jaxllm.worker.step import KVCaches, StepOptions, StepOutput, Weights, make_step
 from sharding.rules import KV_CACHE_AXES, sharding_of
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ class ModelRunner:
         self.kv_sharding = sharding_of(mesh, KV_CACHE_AXES)
         self.options = StepOptions(config.model.max_logprobs, config.model.logprobs_mode, rows_per_group)
         self.programs: dict[Bucket, jax.stages.Compiled] = {}
+        self.kv_caches: KVCaches = ()
+        self.state: row_state.RowState | None = None
         parts = (config.model.decoder, config.model.dtype, config.attention_backend, kv_cache_config, self.options)
         limits = (self.max_num_seqs, self.max_blocks, config.cache.block_size)
         self.program_cache = ProgramCache(config.compilation_cache_dir, list(mesh.devices.flat), (parts, limits))
@@ -160,8 +162,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the device arrays and the programs."""
-        self.kv_caches, self.weights, self.programs = (), (), {}
-        del self.state
+        self.kv_caches, self.state, self.weights, self.programs = (), None, (), {}
 
     def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput:
         self.kv_caches, self.state, output = self.compile(bucket)(
