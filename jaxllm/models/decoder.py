@@ -101,7 +101,7 @@ class Decoder(nnx.Module):
         Args:
             kv_groups: of each layer, (KV cache group, array of the cache): `KVCacheConfig.array_of_layer()`.
             num_stripes: devices that share the heads; see `ParamSpec.num_stripes`.
-            mesh: the devices, with an axis "tensor" of size `num_stripes`; None for one device.
+            mesh: the devices, from `sharding.mesh.make_mesh(tensor=num_stripes)`; None for one device.
             attention_backend: `implementation` of `paged_attention`.
 
         Raises:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxllm.config import DecoderConfig
 from jaxllm.layers.attention import AttentionMetadata
 from jaxllm.models.graph import build_model_graph
+from sharding.rules import KV_CACHE_AXES, sharding_of
 
 
 def pack(spec, tensors):
@@ -30,11 +31,17 @@ def pack(spec, tensors):
 class Runner:
     """A model with weights and a cache. Rows are requests; row r's blocks are given out in a fixed shuffled order."""
 
-    def __init__(self, config, tensors, *, dtype="float32", block_size=16, num_rows=4, max_len=64, kv_groups=None, **options):
+    def __init__(
+        self, config, tensors, *, dtype="float32", block_size=16, num_rows=4, max_len=64, kv_groups=None, mesh=None, **options
+    ):
         self.config, self.block_size, self.num_rows = config, block_size, num_rows
         kv_groups = kv_groups or [(0, layer) for layer in range(config.num_layers)]
-        self.graph = build_model_graph(config, dtype, kv_groups=kv_groups, **options)
-        self.weights = tuple(jnp.asarray(pack(spec, tensors)) for spec in self.graph.specs)
+        self.graph = build_model_graph(config, dtype, kv_groups=kv_groups, mesh=mesh, **options)
+
+        def place(array, axes):
+            return jnp.asarray(array) if mesh is None else jax.device_put(array, sharding_of(mesh, axes))
+
+        self.weights = tuple(place(pack(spec, tensors), spec.axes) for spec in self.graph.specs)
         num_groups = 1 + max(group for group, _ in kv_groups)
         num_arrays = 1 + max(array for _, array in kv_groups)
         pages = -(-max_len // block_size)
@@ -44,7 +51,7 @@ class Runner:
         num_stripes = options.get("num_stripes", 1)
         spec = type(self.model()).kv_cache_specs(config, block_size, dtype, num_stripes)[0]
         shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        self.caches = tuple(jnp.zeros(shape, dtype) for _ in range(num_arrays))
+        self.caches = tuple(place(jnp.zeros(shape, dtype), KV_CACHE_AXES) for _ in range(num_arrays))
         self.lengths = np.zeros(num_rows, np.int32)
         self.step = jax.jit(self._step, donate_argnums=1)
 
