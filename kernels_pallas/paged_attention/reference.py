@@ -39,10 +39,10 @@ def paged_attention_reference(
     decode_only: bool,
 ) -> jax.Array:
     """See `kernels_pallas.paged_attention.paged_attention`."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_rows, num_kv_heads = block_tables.shape[0], kv_cache.shape[2]
+    num_tokens, num_rows = q.shape[0], block_tables.shape[0]
+    num_kv_heads = kv_cache.shape[2]
     options = Options(scale, sliding_window, logit_soft_cap)
-    grouped = q.reshape(num_tokens, num_kv_heads, -1, head_dim)
+    grouped = q.reshape(num_tokens, num_kv_heads, -1, q.shape[2])
     if sinks is not None:
         sinks = sinks.reshape(num_kv_heads, -1)
     if decode_only:
