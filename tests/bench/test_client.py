@@ -135,6 +135,11 @@ def test_a_server_that_does_not_count(server: FakeServer) -> None:
     assert (record.prompt_len, record.output_len) == (99, None)
 
 
+def test_a_stream_in_small_pieces(server: FakeServer) -> None:
+    server.piece = 3
+    assert ask(server).text == " alpha beta gamma delta epsilon"
+
+
 def test_several_tokens_a_chunk(server: FakeServer) -> None:
     server.tokens_per_chunk = 2
     record = ask(server)

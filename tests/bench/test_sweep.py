@@ -24,7 +24,7 @@ from jaxllm.bench.servers import free_port, running_server
 from jaxllm.bench.sweep import Grid, add_sweep_args, best_point, find_knee, label_of, server_command, within
 
 ROOT = Path(__file__).parents[2]
-FAKE = Path(__file__).with_name("fake_openai.py")
+FAKE = ROOT / "tests" / "fake_openai.py"
 MODEL = ["--model", "smollm2-135m-instruct"]
 SMALL = ["--num-prompts", "6", "--input-len", "8", "--output-len", "4", "--disable-tqdm"]
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -27,6 +27,10 @@ class FakeServer:
         status, broken_after: fail: with an HTTP status, or by an error after so many chunks.
         drop_after: close the connection after so many chunks.
         answer: instead of WORDS, over and over.
+        reasoning: comes before the answer, in chat.
+        piece: bytes that are written at once, instead of an event.
+        api_key: what /v1 wants; None for nothing.
+        healthy: what /health says.
         metrics: body of GET /metrics; None for 404.
         static: folder with the web page.
         seen: (path, headers, body) of every POST.
@@ -43,6 +47,10 @@ class FakeServer:
     broken_after: int | None = None
     drop_after: int | None = None
     answer: list[str] | None = None
+    reasoning: str | None = None
+    piece: int | None = None
+    api_key: str | None = None
+    healthy: bool = True
     metrics: Callable[[], str | None] = lambda: None
     static: Path | None = None
     seen: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
@@ -53,7 +61,7 @@ class FakeServer:
 
     def app(self) -> web.Application:
         self._gate = asyncio.Semaphore(self.slots or 1_000_000)
-        app = web.Application()
+        app = web.Application(middlewares=[self._check_key])
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/health", self._health)
@@ -62,8 +70,15 @@ class FakeServer:
         app.router.add_post("/reset_prefix_cache", self._reset)
         if self.static is not None:
             app.router.add_get("/", self._page)
-            app.router.add_static("/static", self.static)
+            app.router.add_static("/", self.static)
         return app
+
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: Callable[[web.Request], Any]) -> Any:
+        right = self.api_key is None or request.headers.get("Authorization") == f"Bearer {self.api_key}"
+        if request.path.startswith("/v1/") and not right:
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": self.models})
@@ -73,7 +88,7 @@ class FakeServer:
         return web.Response(status=404) if text is None else web.Response(text=text)
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=200 if self.healthy else 503)
 
     async def _page(self, request: web.Request) -> web.FileResponse:
         assert self.static is not None
@@ -106,11 +121,15 @@ class FakeServer:
 
         async def send(data: dict[str, Any] | str) -> None:
             text = data if isinstance(data, str) else json.dumps(data)
-            await response.write(b"data: " + text.encode() + b"\n\n")
+            event = b"data: " + text.encode() + b"\n\n"
+            for start in range(0, len(event), self.piece or len(event)):
+                await response.write(event[start : start + (self.piece or len(event))])
 
         if chat:
             await send({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         await asyncio.sleep(self.ttft)
+        if chat and self.reasoning is not None:
+            await send({"choices": [{"index": 0, "delta": {"reasoning": self.reasoning}}]})
         chunks = ["".join(words[i : i + self.tokens_per_chunk]) for i in range(0, len(words), self.tokens_per_chunk)]
         for i, text in enumerate(chunks):
             if i == self.broken_after:
