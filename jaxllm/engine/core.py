@@ -26,7 +26,6 @@ class EngineCore:
         ValueError: if the model or its KV cache does not fit; the executor has been shut down then.
 
     Attributes:
-        step_fn: what a client calls to advance: `step`.
         failure: what killed the engine core; None while it lives.
     """
 
@@ -42,7 +41,6 @@ class EngineCore:
         except BaseException:
             self.executor.shutdown()
             raise
-        self.step_fn = self.step
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request.

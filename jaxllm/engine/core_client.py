@@ -57,7 +57,7 @@ class InprocClient(EngineCoreClient):
         self.engine_core = EngineCore(config, executor_class, log_stats)
 
     def get_output(self) -> EngineCoreOutputs:
-        return self.engine_core.step_fn().get(0) or EngineCoreOutputs()
+        return self.engine_core.step().get(0) or EngineCoreOutputs()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self.engine_core.add_request(request)
