@@ -95,12 +95,14 @@ class ModelRunner:
     def compile(self, bucket: Bucket) -> jax.stages.Compiled:
         """The program of one bucket, compiled once."""
         if bucket not in self.programs:
-            self.programs[bucket] = self.program_cache.get(str(bucket), bucket, lambda: self._lower(bucket))
+            self.programs[bucket] = self.program_cache.get(str(bucket), bucket, lambda name: self._lower(bucket, name))
         return self.programs[bucket]
 
-    def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
+    def _lower(self, bucket: Bucket, name: str) -> jax.stages.Lowered:
         layout = self.layout(bucket)
-        step = jax.jit(make_step(self.graph, layout, self.options), donate_argnums=(1, 2))
+        function = make_step(self.graph, layout, self.options)
+        function.__name__ = name
+        step = jax.jit(function, donate_argnums=(1, 2))
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights]
         caches = abstract_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding)
         batch = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self.replicated)
