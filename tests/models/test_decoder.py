@@ -114,11 +114,12 @@ def test_any_way_of_feeding_gives_the_same(variant):
     tensors = random_tensors(config)
     (ids,) = prompts_of(config, (20,))
     expected = numpy_decoder.logits(config, tensors, ids)
+    runner = make_runner(config, tensors, num_rows=2)
     for size in (1, 3, 20):
-        runner = make_runner(config, tensors, num_rows=2)
+        runner.reset()
         outs = [runner.run([ids[start : start + size]], num_tokens=24) for start in range(0, len(ids), size)]
         check(runner.logits(jnp.concatenate(outs)), expected)
-    runner = make_runner(config, tensors, num_rows=2)
+    runner.reset()
     check(runner.logits(jnp.concatenate([runner.run([[token]], decode_only=True)[:1] for token in ids])), expected)
 
 
