@@ -33,7 +33,8 @@ def source_digest() -> str:
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for source in _SOURCES:
-        for path in sorted((root / source).rglob("*.[pj][ys]*")) or [root / source]:  # code, and tuned numbers in JSON
+        files = [path for path in sorted((root / source).rglob("*")) if path.suffix in (".py", ".json")]
+        for path in files or [root / source]:
             digest.update(str(path.relative_to(root)).encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
