@@ -85,7 +85,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         if architecture == "llama":
             # GGUF calls Mistral's models "llama" too; of the two, only Mistral's have a window.
             config["architectures"] = ["MistralForCausalLM"]
-        if architecture != "llama":
+        else:
             config |= {"use_sliding_window": True, "max_window_layers": 0}
     return config
 
