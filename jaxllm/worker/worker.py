@@ -6,6 +6,7 @@ The order matters: init_device → load_model → determine_available_memory →
 import dataclasses
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import jax
 import numpy as np
@@ -40,6 +41,9 @@ class Worker:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self.weights: tuple[jax.Array, ...] = ()
+        self._host_weights: list[np.ndarray] = []  # of a worker asleep at level 1
+        self._cleanup = ExitStack()  # of what has been made so far
 
     def init_device(self) -> None:
         """Start jax, choose the devices and lay the mesh over them.
@@ -55,6 +59,7 @@ class Worker:
         self.devices = devices[:size]
         self.mesh = make_mesh(self.devices, tensor=size)
         self.compile_counter = CompileCounter()
+        self._cleanup.callback(self.compile_counter.close)
 
     def load_model(self) -> None:
         """Build the model abstractly and put its weights on the devices."""
@@ -74,7 +79,6 @@ class Worker:
         )
         self.shardings = {spec.path: sharding_of(self.mesh, spec.axes) for spec in self.graph.specs}
         self.weights = self._load_weights()
-        self._host_weights: list[np.ndarray] = []  # of a worker asleep at level 1
 
     def _load_weights(self) -> tuple[jax.Array, ...]:
         """In the order of the specs."""
@@ -133,6 +137,7 @@ class Worker:
     def init_kv_cache(self) -> None:
         """Allocate the device blocks and the request rows."""
         self.runner.allocate()
+        self._cleanup.callback(self.runner.close)
 
     def compile_and_warm_up(self) -> None:
         """Compile every bucket, then run them once: on a GPU all of them, since the first run picks algorithms and records
@@ -197,9 +202,8 @@ class Worker:
         jax.block_until_ready(jax.device_put(0, self.devices[0]))
 
     def shutdown(self) -> None:
-        """Give the devices' memory back."""
-        self.compile_counter.close()
-        self.runner.close()
+        """Give the devices' memory back, also after a start that failed half way."""
+        self._cleanup.close()
         self.weights = ()
 
     def _memory_budget(self) -> int:
