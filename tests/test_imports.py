@@ -22,7 +22,14 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Front ends check requests against what the device rows can hold, and stand on the same level as beam search.
-ALLOWED = {("llm", "beam_search"), ("cli", "llm"), ("__main__", "cli"), ("tokenizer", "weights"), ("beam_search", "llm")}
+ALLOWED = {
+    ("llm", "beam_search"),
+    ("bench", "llm"),
+    ("cli", "llm"),
+    ("__main__", "cli"),
+    ("tokenizer", "weights"),
+    ("beam_search", "llm"),
+}
 PURE = ("core", "config", "sampling_params", "outputs")
 THIRD_PARTY_HOMES = {
     "transformers": {"weights", "tokenizer", "multimodal"},
@@ -31,6 +38,8 @@ THIRD_PARTY_HOMES = {
     "fastapi": {"serve"},
     "msgspec": {"engine"},
     "zmq": {"engine"},
+    "aiohttp": {"bench"},
+    "matplotlib": {"bench"},
     "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat"},
 }
 
