@@ -75,8 +75,12 @@ class ModelRunner:
         parts = (config.model.decoder, config.model.dtype, config.attention_backend, kv_cache_config, self.options)
         limits = (self.max_num_seqs, self.max_blocks, config.cache.block_size)
         self.program_cache = ProgramCache(config.compilation_cache_dir, list(mesh.devices.flat), (parts, limits))
-        self.batch = InputBatch(self.max_num_seqs, self.num_groups, self.max_blocks)
         self.prompt_logprobs = PromptLogprobs(graph, config.model, self.replicated)
+        self._forget_requests()
+
+    def _forget_requests(self) -> None:
+        self.batch = InputBatch(self.max_num_seqs, self.num_groups, self.max_blocks)
+        self.prompt_logprobs.clear()
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """Where the fields of this bucket's packed batch lie."""
@@ -102,7 +106,10 @@ class ModelRunner:
         layout = self.layout(bucket)
         function = make_step(self.graph, layout, self.options)
         function.__name__ = name
-        step = jax.jit(function, donate_argnums=(1, 2))
+        # Named, so that the state which comes out is placed just like the one that went in, also from a program kept on disk:
+        # whatever else takes the state would be compiled again.
+        out_shardings = (self.kv_sharding, self.replicated, self.replicated)
+        step = jax.jit(function, donate_argnums=(1, 2), out_shardings=out_shardings)
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights]
         caches = abstract_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding)
         batch = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self.replicated)
@@ -161,6 +168,13 @@ class ModelRunner:
                 self.weights, self.batch, step.scheduler_output, step.req_ids, step.counts, hidden
             )
         return output
+
+    def drop_requests(self) -> None:
+        """Forget all requests and free the device blocks and rows, until `allocate`."""
+        for array in jax.tree.leaves((self.kv_caches, self.state)):
+            array.delete()
+        self.kv_caches, self.state = (), None
+        self._forget_requests()
 
     def close(self) -> None:
         """Drop the device arrays and the programs."""

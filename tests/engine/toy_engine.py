@@ -7,17 +7,18 @@ the output, which `expected_tokens` gives without any engine.
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from jaxllm.core.output import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.executor.abstract import Executor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 EOS, IM_START, IM_END = 0, 1, 2
 VOCAB_SIZE = 320
@@ -31,8 +32,12 @@ _TEMPLATE = (
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> "PreTrainedTokenizerFast":
     """256 bytes, three special tokens and some words; the last ids of the model's vocabulary have no text."""
+    # Here, so that an engine core's process, which imports this module for the executor, starts quickly.
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,6 +62,8 @@ def make_config(
     eos_token_ids: tuple[int, ...] = (EOS, IM_END),
     log_stats: bool = True,
     stream_interval: int = 1,
+    max_num_queued_reqs: int | None = None,
+    max_num_queued_tokens: int | None = None,
     **model: Any,
 ) -> EngineConfig:
     decoder = DecoderConfig("LlamaForCausalLM", VOCAB_SIZE, 8, 8, 1, 2, 1, 4, max_model_len, 1e-5, RopeConfig())
@@ -66,6 +73,8 @@ def make_config(
         scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, policy),
         log_stats=log_stats,
         stream_interval=stream_interval,
+        max_num_queued_reqs=max_num_queued_reqs,
+        max_num_queued_tokens=max_num_queued_tokens,
     )
 
 
@@ -129,6 +138,8 @@ class ToyExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.num_shutdowns = 0
+        self.asleep: set[str] = set()
+        self.sleep_level = 0
         self.rows: dict[str, _Row] = {}
         self.during_step: Callable[[SchedulerOutput], None] | None = None
 
@@ -140,6 +151,7 @@ class ToyExecutor(Executor):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         assert self.num_shutdowns == 0
+        assert not self.asleep
         if self.during_step is not None:
             self.during_step(scheduler_output)
         for req_id in scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids:
@@ -163,13 +175,13 @@ class ToyExecutor(Executor):
         output = ModelRunnerOutput(req_ids, {req_id: i for i, req_id in enumerate(req_ids)})
         logprobs = []
         for req_id in req_ids:
+            self._write_blocks(self.rows[req_id], scheduled[req_id])
+        for req_id in req_ids:
             row = self.rows[req_id]
             start, end = row.num_computed_tokens, row.num_computed_tokens + scheduled[req_id]
             assert end <= len(row.token_ids)
             assert len(set(row.block_ids)) == len(row.block_ids) == -(-end // BLOCK_SIZE)
             assert 0 not in row.block_ids
-            for position in range(start, end):
-                self.blocks[row.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = row.token_ids[position]
             row.num_computed_tokens = end
             context = tuple(self.blocks[row.block_ids].reshape(-1)[:end].tolist())
             assert list(context) == row.token_ids[:end]
@@ -185,6 +197,11 @@ class ToyExecutor(Executor):
                 logprobs.append(self._logprobs(context, token_id, row.params.num_logprobs, row.params.logprob_token_ids))
         output.logprobs = lists_of(logprobs) if logprobs else None
         return output
+
+    def _write_blocks(self, row: _Row, num_tokens: int) -> None:
+        """Before any row reads: a request may hit a block that another one fills in the same step."""
+        for position in range(row.num_computed_tokens, row.num_computed_tokens + num_tokens):
+            self.blocks[row.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = row.token_ids[position]
 
     def _prompt_logprobs(self, row: _Row, req_id: str, start: int, end: int, output: ModelRunnerOutput) -> None:
         num_logprobs = row.params.num_prompt_logprobs
@@ -219,6 +236,17 @@ class ToyExecutor(Executor):
     def describe(self, name: str, *, timeout: float | None) -> tuple[str, int, float | None]:
         """For collective_rpc."""
         return name, len(self.rows), timeout
+
+    def sleep(self, level: int, *, timeout: float | None) -> None:
+        """Forget everything, as a worker does."""
+        assert timeout is None
+        self.asleep, self.sleep_level = {"weights", "kv_cache"}, level
+        self.rows = {}
+        self.blocks[:] = -1
+
+    def wake_up(self, tags: Sequence[str], *, timeout: float | None) -> None:
+        assert timeout is None
+        self.asleep -= set(tags)
 
     def shutdown(self) -> None:
         self.num_shutdowns += 1
