@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import platform
+import secrets
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -74,7 +75,8 @@ class ProgramCache:
             name: for people; becomes part of the file's name.
             key: what this program depends on beyond `parts`.
             lower: traces and lowers it, as a function of the name that it is given. jax's own cache knows a program by that name
-                too, and so never answers in place of the compiler: XLA:CPU cannot serialize a program that was loaded.
+                too. It is a new one each time, so that cache never answers in place of the compiler: XLA:CPU cannot serialize a
+                program that was loaded.
         """
         if self._directory is None:
             return lower("step").compile()
@@ -82,7 +84,7 @@ class ProgramCache:
         path = self._directory / f"{name.replace(' ', '-')}-{digest}.program"
         program = self._load(path)
         if program is None:
-            program = lower(f"step_{digest}").compile()
+            program = lower(f"step_{secrets.token_hex(8)}").compile()
             self._save(path, program)
         return program
 
