@@ -7,3 +7,11 @@ class EngineDeadError(RuntimeError):
 
 class RequestFailedError(RuntimeError):
     """The engine core gave up on one request; the others go on."""
+
+
+class QueueOverflowError(RuntimeError):
+    """Refused: max_num_queued_reqs requests are unfinished already."""
+
+
+class MaxQueuedTokensError(RuntimeError):
+    """Refused: max_num_queued_tokens prompt tokens are waiting for their first token already."""
