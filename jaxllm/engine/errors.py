@@ -1,17 +1,25 @@
-"""What goes wrong after a request was accepted. Mistakes of the caller are ValueErrors."""
+"""What goes wrong after a request was checked. Mistakes of the caller are ValueErrors."""
 
 
 class EngineDeadError(RuntimeError):
-    """The engine core failed in a step and cannot go on; `__cause__` says why, in the process in which it happened."""
+    """The engine core failed and cannot go on. In the process in which it happened `__cause__` says why."""
+
+
+class EngineStartError(RuntimeError):
+    """The engine core's process did not become ready."""
 
 
 class RequestFailedError(RuntimeError):
     """The engine core gave up on one request; the others go on."""
 
 
-class QueueOverflowError(RuntimeError):
-    """Refused: max_num_queued_reqs requests are unfinished already."""
+class AdmissionError(RuntimeError):
+    """There is no room for another request now. Nothing is wrong with it: it may be sent again later."""
 
 
-class MaxQueuedTokensError(RuntimeError):
-    """Refused: max_num_queued_tokens prompt tokens are waiting for their first token already."""
+class QueueOverflowError(AdmissionError):
+    """There are `max_num_queued_reqs` unfinished requests."""
+
+
+class MaxQueuedTokensError(AdmissionError):
+    """The prompts that wait for their first token have `max_num_queued_tokens` tokens."""

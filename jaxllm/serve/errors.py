@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from jaxllm.engine.errors import EngineDeadError, MaxQueuedTokensError, QueueOverflowError, RequestFailedError
+from jaxllm.engine.errors import AdmissionError, EngineDeadError, RequestFailedError
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def to_api_error(error: Exception, body: BaseModel | None = None, aliases: Mappi
     """What to tell the client. Errors that nobody foresaw are logged here, with their trace."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, QueueOverflowError | MaxQueuedTokensError):
+    if isinstance(error, AdmissionError):
         return over_capacity(error)
     if isinstance(error, ValueError | OverflowError):
         return from_value_error(error, body, aliases)

@@ -18,7 +18,7 @@ class CompletionRequest(GenerationBody):
     }
 
     prompt: str | list[int] | list[str] | list[list[int]] | None = None
-    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    max_tokens: int | None = None  # the model's recommendation, else DEFAULT_MAX_TOKENS
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = False

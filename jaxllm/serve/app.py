@@ -1,0 +1,117 @@
+"""The FastAPI application: every route, and how errors become responses."""
+
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxllm.serve import chat, completions, responses, tokenize
+from jaxllm.serve.admin import add_admin_routes, add_dev_routes
+from jaxllm.serve.context import Context
+from jaxllm.serve.errors import ApiError, http_error, to_api_error, validation_error
+from jaxllm.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware, CountMiddleware
+from jaxllm.serve.protocol.base import ErrorBody
+from jaxllm.serve.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
+from jaxllm.serve.protocol.completion import CompletionRequest, CompletionResponse
+from jaxllm.serve.protocol.responses import ResponsesRequest, ResponsesResponse
+from jaxllm.serve.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from jaxllm.serve.streams import JsonResponse, unless_disconnected
+
+STATIC = Path(__file__).parent / "static"
+ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (400, 401, 404, 413, 500, 503)}
+
+
+def build_app(context: Context) -> FastAPI:
+    """The application around an engine that is running."""
+    args = context.args
+    app = FastAPI(
+        title="jaxllm",
+        version=context.version,
+        root_path=args.root_path,
+        openapi_url=None if args.disable_fastapi_docs else "/openapi.json",
+        docs_url=None if args.disable_fastapi_docs else "/docs",
+        redoc_url=None if args.disable_fastapi_docs else "/redoc",
+    )
+    app.state.context = context
+    add_error_handlers(app)
+    add_generation_routes(app, context)
+    add_admin_routes(app, context)
+    if args.dev_mode:
+        add_dev_routes(app, context)
+    if STATIC.is_dir():
+        app.mount("/", StaticFiles(directory=STATIC, html=True))
+    # The last one added is the first to see a request.
+    app.add_middleware(BodyLimitMiddleware, limit=args.max_body_size)
+    if args.api_key:
+        app.add_middleware(ApiKeyMiddleware, keys=args.api_key)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=list(args.allowed_origins),
+        allow_methods=list(args.allowed_methods),
+        allow_headers=list(args.allowed_headers),
+        allow_credentials=args.allow_credentials,
+    )
+    app.add_middleware(CountMiddleware, context=context)
+    return app
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error has the same shape."""
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def on_validation_error(request: Request, error: RequestValidationError) -> Response:
+        return validation_error(error.errors()).response()
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        return http_error(error.status_code, error.detail, error.headers).response()
+
+
+async def respond(
+    request: Request, work: Coroutine[Any, Any, Response], body: BaseModel, aliases: Mapping[str, str] | None = None
+) -> Response:
+    """The response that `work` makes, or the error that it ends with; nothing once the client is gone."""
+    try:
+        return await unless_disconnected(request, work)
+    except Exception as error:
+        return to_api_error(error, body, aliases).response()
+
+
+def add_generation_routes(app: FastAPI, context: Context) -> None:
+    @app.post("/v1/completions", responses={200: {"model": CompletionResponse}, **ERRORS}, response_class=JsonResponse)
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        return await respond(request, completions.create_completion(context, body, request), body)
+
+    @app.post("/v1/chat/completions", responses={200: {"model": ChatCompletionResponse}, **ERRORS}, response_class=JsonResponse)
+    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+        return await respond(request, chat.create_chat_completion(context, body, request), body, chat.FIELD_NAMES)
+
+    @app.post("/v1/responses", responses={200: {"model": ResponsesResponse}, **ERRORS}, response_class=JsonResponse)
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        return await respond(request, responses.create_response(context, body, request), body, responses.FIELD_NAMES)
+
+    @app.post("/tokenize", responses={200: {"model": TokenizeResponse}, **ERRORS}, response_class=JsonResponse)
+    async def create_tokenize(body: TokenizeRequest, request: Request) -> Response:
+        async def work() -> Response:
+            return JsonResponse(await tokenize.tokenize(context, body))
+
+        return await respond(request, work(), body)
+
+    @app.post("/detokenize", responses={200: {"model": DetokenizeResponse}, **ERRORS}, response_class=JsonResponse)
+    async def create_detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        async def work() -> Response:
+            return JsonResponse(await tokenize.detokenize(context, body))
+
+        return await respond(request, work(), body)
