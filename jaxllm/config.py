@@ -351,6 +351,8 @@ class EngineConfig:
         log_stats: whether the engine counts and times its steps.
         stream_interval: tokens between two outputs of a stream; the first and the last always come at once.
         use_tqdm_on_load: show progress bars while the engine starts.
+        max_num_queued_reqs: most unfinished requests that the engine takes; None for no limit.
+        max_num_queued_tokens: most prompt tokens of requests that have given no output yet; None for no limit.
     """
 
     model: ModelConfig
@@ -362,6 +364,11 @@ class EngineConfig:
     log_stats: bool = True
     stream_interval: int = 1
     use_tqdm_on_load: bool = False
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_at_least("stream_interval", self.stream_interval, 1)
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name), 1)

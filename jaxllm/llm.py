@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from jaxllm.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from jaxllm.engine.core import PauseMode
 from jaxllm.engine.input_processor import Prompt, TokensPrompt, as_prompt_list
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.metrics import Metric
@@ -35,17 +36,20 @@ class LLM:
 
     Args:
         model: a folder, a .gguf file, a hub id, or "smollm2-135m-instruct".
+        multiprocess: run the engine core in a process of its own; this one then never imports jax.
         kwargs: the other fields of EngineArgs.
 
     Raises:
         TypeError: for an unknown keyword argument, naming the nearest known one.
         ValueError: naming the argument and its value.
+        EngineStartError: if the engine core's process does not become ready.
     """
 
-    def __init__(self, model: str, **kwargs: Any) -> None:
+    def __init__(self, model: str, *, multiprocess: bool = False, **kwargs: Any) -> None:
         from jaxllm.engine.engine_args import EngineArgs
 
-        self._start(LLMEngine.from_engine_args(EngineArgs.from_kwargs(model=model, **kwargs)))
+        args = EngineArgs.from_kwargs(model=model, **kwargs)
+        self._start(LLMEngine.from_engine_args(args, multiprocess=multiprocess))
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> Self:
@@ -203,6 +207,32 @@ class LLM:
         """Call a method of every worker and return the answers, by rank."""
         return self.engine.collective_rpc(method, timeout, args, kwargs)
 
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Give the devices' memory back until `wake_up`. Till then nothing is generated.
+
+        Args:
+            level: 0 frees nothing. 1 moves the weights to host memory and drops the KV cache. 2 drops both; `wake_up` loads the
+                weights again.
+            mode: what happens to enqueued prompts: "abort" ends them, "keep" lets them go on afterwards, "wait" runs them first,
+                for which the engine core needs a process of its own.
+
+        Raises:
+            ValueError: if there is no such level or mode.
+        """
+        self.engine.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Undo `sleep`.
+
+        Args:
+            tags: what to wake: of "weights", "kv_cache" and "scheduling"; None for all.
+        """
+        self.engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether anything is asleep."""
+        return self.engine.is_sleeping()
+
     def shutdown(self) -> None:
         """Free the devices. May be called more than once."""
         self.engine.shutdown()
@@ -249,6 +279,8 @@ class LLM:
     def _run(self, request_ids: list[str], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         """Step until all of these have ended, keeping what else ends meanwhile."""
         missing = {request_id for request_id in request_ids if request_id not in self._finished}
+        if missing and self.engine.is_sleeping():
+            raise RuntimeError("the engine is asleep: wake_up comes first")
         progress = _Progress(len(missing), use_tqdm) if use_tqdm and missing else None
         try:
             with _interrupts_deferred() as check_interrupt:

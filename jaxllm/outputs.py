@@ -1,6 +1,6 @@
 """What a request gives back: RequestOutput, its CompletionOutputs, and log probabilities. Names are vLLM's."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -61,6 +61,20 @@ class FlatLogprobs(Sequence[LogprobsOnePosition]):
         self.ranks.extend(ranks)
         self.decoded_tokens.extend(decoded_tokens)
         self.end_indices.append(len(self.token_ids))
+
+    def extend(self, positions: Iterable[Mapping[int, Logprob] | None]) -> None:
+        """Add positions."""
+        if not isinstance(positions, FlatLogprobs):
+            for entries in positions:
+                self.append(entries)
+            return
+        for start, end in zip(positions.start_indices, positions.end_indices, strict=True):
+            self.append_lists(
+                positions.token_ids[start:end],
+                positions.logprobs[start:end],
+                positions.ranks[start:end],
+                positions.decoded_tokens[start:end],
+            )
 
     def __len__(self) -> int:
         return len(self.start_indices)

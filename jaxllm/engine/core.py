@@ -2,21 +2,31 @@
 
 import queue
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.core.request import Request, RequestStatus
 from jaxllm.core.scheduler import Scheduler
-from jaxllm.core.types import EngineCoreOutputs, EngineCoreRequest
+from jaxllm.core.types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from jaxllm.engine.errors import EngineDeadError
 from jaxllm.executor.abstract import Executor
 
+PauseMode = Literal["abort", "wait", "keep"]
+# What `sleep` puts to sleep and `wake_up` wakes.
+DEVICE_TAGS = ("weights", "kv_cache")
+SLEEP_TAGS = (*DEVICE_TAGS, "scheduling")
+
 
 class EngineCore:
-    """Runs requests, step by step. All methods but `queue_aborts` belong to the thread that steps.
+    """Runs requests, step by step. All methods but `make_request` and `queue_aborts` belong to the thread that steps.
+
+    It can be paused: it then steps no more, and takes requests that run once it is resumed. Asleep it is paused too, and the
+    devices' memory is given back.
 
     Args:
         executor_class: made here, and asked for the KV cache that the scheduler hands out.
@@ -28,13 +38,20 @@ class EngineCore:
     Attributes:
         step_fn: what a client calls to advance: `step`.
         failure: what killed the engine core; None while it lives.
+        asleep: which of SLEEP_TAGS are.
     """
 
     def __init__(self, config: EngineConfig, executor_class: type[Executor], log_stats: bool) -> None:
         self.config = config
         self.log_stats = log_stats
         self.failure: BaseException | None = None
+        self._paused = False
+        self.asleep: set[str] = set()
         self.queued_aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        self._undelivered: dict[int, EngineCoreOutputs] = {}
+        # While it drains before a pause: what is to be done at the end, and the requests that came since.
+        self._drain_actions: list[tuple[Callable[[], None], Future[None]]] = []
+        self._held: list[Request] = []
         self.executor = executor_class(config)
         try:
             self.kv_cache_config = self.executor.initialize()
@@ -44,7 +61,15 @@ class EngineCore:
             raise
         self.step_fn = self.step
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def make_request(self, request: EngineCoreRequest) -> Request:
+        """What `add_request` takes. From any thread: hashing a long prompt takes a while.
+
+        Raises:
+            ValueError: as Request.from_engine_core_request.
+        """
+        return Request.from_engine_core_request(request, self.scheduler.block_hasher)
+
+    def add_request(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
@@ -52,18 +77,27 @@ class EngineCore:
             EngineDeadError: if the engine core has failed.
         """
         self.check_alive()
-        self.scheduler.add_request(
-            Request.from_engine_core_request(request, self.scheduler.block_hasher), timestamp=time.monotonic()
-        )
+        if self._drain_actions:
+            self._held.append(request)
+        else:
+            self.scheduler.add_request(request, timestamp=time.monotonic())
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """End requests between two steps. They give no more output; unknown ids are ignored, since they have ended."""
-        if self.failure is None:
-            self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        if self.failure is not None:
+            return
+        for request in [request for request in self._held if request.request_id in request_ids]:
+            self._held.remove(request)
+            self._tell_ended(request)
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def queue_aborts(self, request_ids: Sequence[str]) -> None:
         """Like `abort_requests`, from any thread at any time, also while a step runs: its output is then dropped."""
         self.queued_aborts.put(list(request_ids))
+
+    def has_work(self) -> bool:
+        """Whether a step has anything to do."""
+        return not self._paused and self.scheduler.has_requests()
 
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Schedule, execute, update.
@@ -75,12 +109,15 @@ class EngineCore:
             EngineDeadError: if the step failed, or an earlier one did. What the device holds is then not known.
         """
         self.check_alive()
-        if not self.scheduler.has_requests():
+        if not self.has_work():
             return {}
         with self._failure_is_final():
             scheduler_output = self.scheduler.schedule(time.monotonic())
             model_runner_output = self.executor.execute_model(scheduler_output)
-            return self._update(scheduler_output, model_runner_output)
+            outputs = self._update(scheduler_output, model_runner_output)
+            if self._drain_actions and not self.scheduler.has_unfinished_requests():
+                self._end_drain()
+            return outputs
 
     def _update(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         # Before the outputs are looked at, so that an aborted request gives none.
@@ -109,6 +146,170 @@ class EngineCore:
             if not isinstance(error, Exception):
                 raise  # an interrupt amid a step: the step is lost, but the caller must see the interrupt
             self.check_alive()
+
+    def take_undelivered(self) -> dict[int, EngineCoreOutputs]:
+        """Outputs of each front end that no step made: of requests that the engine core itself has aborted."""
+        undelivered, self._undelivered = self._undelivered, {}
+        return undelivered
+
+    def abort_all(self) -> None:
+        """End every request with the reason "abort", of which the front ends are told; see `take_undelivered`."""
+        held, self._held = self._held, []
+        for request in (*self.scheduler.requests.values(), *held):
+            self._tell_ended(request, EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT))
+        self.scheduler.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED)
+
+    def _tell_ended(self, request: Request, output: EngineCoreOutput | None = None) -> None:
+        """Let the front end know, with `take_undelivered`, that a request has ended."""
+        outputs = self._undelivered.setdefault(
+            request.client_index, EngineCoreOutputs(timestamp=time.monotonic(), finished_requests=set())
+        )
+        assert outputs.finished_requests is not None
+        outputs.finished_requests.add(request.request_id)
+        if output is not None:
+            outputs.outputs.append(output)
+
+    def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
+        """Take no more steps. Requests that come from now on wait until `resume`.
+
+        Args:
+            mode: what happens to the requests that there are: "abort" ends them, "wait" runs them to their end first, "keep"
+                leaves them as they are, to go on after `resume`.
+            clear_cache: forget all cached blocks; under "keep" running requests are then computed again.
+
+        Returns:
+            Done when the engine core is paused: at once, but for "wait", where it takes further steps.
+
+        Raises:
+            ValueError: if there is no such mode.
+        """
+        self.check_alive()
+        self._check_mode(mode)
+        if not isinstance(clear_cache, bool):
+            raise ValueError(f"clear_cache must be True or False, got {clear_cache!r}")
+        return self._when_paused(mode, self._clear_cache if clear_cache else lambda: None)
+
+    @staticmethod
+    def _check_mode(mode: str) -> None:
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, got {mode!r}")
+
+    def _when_paused(self, mode: PauseMode, action: Callable[[], None]) -> Future[None]:
+        """Pause, then do `action`; the Future says when, and what it raised."""
+        done: Future[None] = Future()
+        if mode == "wait" and not self._paused and self.scheduler.has_unfinished_requests():
+            self._drain_actions.append((action, done))
+            return done
+        if mode == "abort":
+            self.abort_all()
+        self._drain_actions.append((action, done))
+        self._end_drain()
+        return done
+
+    def _end_drain(self) -> None:
+        """Be paused, queue what was held, and do what was to be done then."""
+        self._paused = True
+        actions, self._drain_actions = self._drain_actions, []
+        self._queue_held()
+        for action, done in actions:
+            try:
+                action()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    def _queue_held(self) -> None:
+        held, self._held = self._held, []
+        for request in held:
+            self.scheduler.add_request(request, timestamp=time.monotonic())
+
+    def _clear_cache(self) -> None:
+        self.scheduler.reset_prefix_cache(True, time.monotonic())
+
+    def resume(self) -> None:
+        """End a pause, or the draining before it.
+
+        Raises:
+            ValueError: if the engine core is asleep.
+        """
+        self.check_alive()
+        if self.asleep & set(DEVICE_TAGS):
+            raise ValueError(f"the engine is asleep ({', '.join(sorted(self.asleep))}): wake_up, not resume, ends that")
+        for _, done in self._drain_actions:
+            done.set_exception(RuntimeError("the engine was resumed before its requests had ended"))
+        self._drain_actions = []
+        self._queue_held()
+        self._paused = False
+        self.asleep = set()
+
+    def is_paused(self) -> bool:
+        """Whether it takes no steps; not yet while it drains."""
+        return self._paused
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
+        """Pause, and give the devices' memory back.
+
+        Args:
+            level: 0 only pauses. 1 moves the weights to host memory and drops the KV cache. 2 drops both; `wake_up` loads the
+                weights again.
+            mode: as for `pause`. Under "keep" and levels 1 and 2, running requests are computed again.
+
+        Returns:
+            Done when the engine core sleeps.
+
+        Raises:
+            ValueError: if there is no such level or mode.
+        """
+        self.check_alive()
+        if isinstance(level, bool) or level not in (0, 1, 2):
+            raise ValueError(f"level must be 0, 1 or 2, got {level!r}")
+        self._check_mode(mode)
+        return self._when_paused(mode, partial(self._fall_asleep, level))
+
+    def _fall_asleep(self, level: int) -> None:
+        self.asleep.add("scheduling")
+        if level == 0:
+            return
+        self._clear_cache()
+        with self._failure_is_final():
+            self.executor.collective_rpc("sleep", (level,))
+        self.asleep |= set(DEVICE_TAGS)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Undo `sleep`. Steps are taken again once everything is awake.
+
+        Args:
+            tags: what to wake: of "weights", "kv_cache" and "scheduling"; None for all.
+
+        Raises:
+            ValueError: if there is no such tag.
+        """
+        self.check_alive()
+        if isinstance(tags, str) or not set(tags or ()) <= set(SLEEP_TAGS):
+            raise ValueError(f"tags must be a list of {', '.join(SLEEP_TAGS)}, got {tags!r}")
+        waking = self.asleep & set(SLEEP_TAGS if tags is None else tags)
+        if not waking:
+            return
+        if device_tags := sorted(waking & set(DEVICE_TAGS)):
+            with self._failure_is_final():
+                self.executor.collective_rpc("wake_up", (device_tags,))
+        self.asleep -= set(device_tags)
+        if not self.asleep & set(DEVICE_TAGS):
+            self.resume()
+
+    def is_sleeping(self) -> bool:
+        """Whether anything is asleep."""
+        return bool(self.asleep)
+
+    def get_stats(self) -> SchedulerStats:
+        """The requests and the KV cache now. Counts since the last step's statistics stay with these."""
+        self.check_alive()
+        return SchedulerStats(
+            num_running_reqs=len(self.scheduler.running),
+            num_waiting_reqs=len(self.scheduler.waiting) + len(self._held),
+            kv_cache_usage=self.scheduler.kv_cache_manager.usage,
+        )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached blocks.

@@ -10,10 +10,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from jaxllm.weights.source import ModelSource, resolve_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +99,8 @@ class EngineArgs:
         compilation_cache_dir: by default `jaxllm/compiled` in the user's cache folder; "" keeps nothing.
         disable_log_stats: do not count and time.
         stream_interval: tokens between two outputs of a stream.
+        max_num_queued_reqs: most unfinished requests that the engine takes; by default without limit.
+        max_num_queued_tokens: most prompt tokens of requests that have given no output yet; by default without limit.
         use_tqdm_on_load: show progress bars while the engine starts.
         enforce_eager: accepted for compatibility; every step is compiled.
     """
@@ -131,6 +136,8 @@ class EngineArgs:
     compilation_cache_dir: str | None = None
     disable_log_stats: bool = False
     stream_interval: int = 1
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
     use_tqdm_on_load: bool = True
     enforce_eager: bool = False
 
@@ -195,7 +202,23 @@ class EngineArgs:
             log_stats=not self.disable_log_stats,
             stream_interval=self.stream_interval,
             use_tqdm_on_load=self.use_tqdm_on_load,
+            max_num_queued_reqs=self.max_num_queued_reqs,
+            max_num_queued_tokens=self.max_num_queued_tokens,
         )
+
+    def load_tokenizer(self) -> "PreTrainedTokenizerFast | None":
+        """The tokenizer; None with `skip_tokenizer_init`.
+
+        Raises:
+            ValueError: naming the model, if it has none.
+        """
+        if self.skip_tokenizer_init:
+            return None
+        from jaxllm.tokenizer import load_tokenizer
+
+        # A revision is the model's own.
+        name, revision = (self.model, self.revision) if self.tokenizer is None else (self.tokenizer, None)
+        return load_tokenizer(name, revision=revision, download_dir=self.download_dir)
 
     def _model_config(self, source: ModelSource, platform: str) -> ModelConfig:
         hf = {**source.hf_config, **(self.hf_overrides or {})}

@@ -14,12 +14,22 @@ class RequestFailedError(RuntimeError):
 
 
 class AdmissionError(RuntimeError):
-    """There is no room for another request now. Nothing is wrong with it: it may be sent again later."""
+    """There is no room for another request now. Nothing is wrong with it: it may be sent again later.
+
+    Attributes:
+        limit: the engine argument that sets the limit.
+    """
+
+    limit: str
 
 
 class QueueOverflowError(AdmissionError):
     """There are `max_num_queued_reqs` unfinished requests."""
 
+    limit = "max_num_queued_reqs"
+
 
 class MaxQueuedTokensError(AdmissionError):
     """The prompts that wait for their first token have `max_num_queued_tokens` tokens."""
+
+    limit = "max_num_queued_tokens"

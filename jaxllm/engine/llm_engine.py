@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.types import EngineCoreRequest
+from jaxllm.engine.admission import AdmissionControl
+from jaxllm.engine.core import PauseMode
 from jaxllm.engine.core_client import EngineCoreClient, InprocClient
 from jaxllm.engine.input_processor import InputProcessor, Prompt
 from jaxllm.engine.metrics import EngineMetrics, IterationStats, Metric
+from jaxllm.engine.mp_client import SyncMPClient
 from jaxllm.engine.output_processor import OutputProcessor
 from jaxllm.engine.parallel_sampling import ParentRequest
 from jaxllm.executor.abstract import Executor
@@ -39,6 +42,11 @@ class LLMEngine:
     Args:
         tokenizer: None to take and give token ids only.
         executor_class: by default `Executor.get_class()`.
+        multiprocess: run the engine core in a process of its own, which imports `executor_class` from its module.
+
+    Raises:
+        ValueError: for a configuration that does not fit the model or the devices.
+        EngineStartError: if the engine core's process does not become ready.
     """
 
     def __init__(
@@ -46,29 +54,29 @@ class LLMEngine:
         config: EngineConfig,
         tokenizer: "PreTrainedTokenizerFast | None",
         executor_class: type[Executor] | None = None,
+        *,
+        multiprocess: bool = False,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer, config.log_stats, config.stream_interval)
         self.metrics = EngineMetrics(config.model.max_model_len) if config.log_stats else None
-        self.engine_core: EngineCoreClient = InprocClient(config, executor_class or Executor.get_class(), config.log_stats)
+        self.admission = AdmissionControl(config, self.output_processor, self.metrics)
+        self.engine_core: EngineCoreClient
+        if multiprocess:
+            self.engine_core = SyncMPClient(config, executor_class, config.log_stats)
+        else:
+            self.engine_core = InprocClient(config, executor_class or Executor.get_class(), config.log_stats)
 
     @classmethod
-    def from_engine_args(cls, args: "EngineArgs", usage: "UsageContext" = "llm") -> "LLMEngine":
+    def from_engine_args(cls, args: "EngineArgs", usage: "UsageContext" = "llm", *, multiprocess: bool = False) -> "LLMEngine":
         """The engine that `args` describe.
 
         Raises:
             ValueError: naming the argument and its value.
         """
-        config = args.create_engine_config(usage)
-        if args.skip_tokenizer_init:
-            return cls(config, None)
-        from jaxllm.tokenizer import load_tokenizer
-
-        # A revision is the model's own.
-        name, revision = (args.model, args.revision) if args.tokenizer is None else (args.tokenizer, None)
-        return cls(config, load_tokenizer(name, revision=revision, download_dir=args.download_dir))
+        return cls(args.create_engine_config(usage), args.load_tokenizer(), multiprocess=multiprocess)
 
     def check_request(
         self,
@@ -87,8 +95,13 @@ class LLMEngine:
         return CheckedRequest(request_id, request, text)
 
     def queue_request(self, checked: CheckedRequest) -> None:
-        """Queue what `check_request` gave, as n requests if its `n` is greater than 1."""
+        """Queue what `check_request` gave, as n requests if its `n` is greater than 1.
+
+        Raises:
+            QueueOverflowError, MaxQueuedTokensError: if the engine takes no more requests now.
+        """
         request_id, request, prompt = checked
+        self.admission.check(request.sampling_params.n, len(request.prompt_token_ids))
         if request.sampling_params.n == 1:
             self._queue(request, request_id, prompt, None, 0)
             return
@@ -191,6 +204,17 @@ class LLMEngine:
     ) -> list[Any]:
         """Call a method of every worker; see Executor.collective_rpc."""
         return self.engine_core.collective_rpc(method, timeout, args, kwargs)
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Give the devices' memory back until `wake_up`; see EngineCore.sleep."""
+        self.engine_core.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Undo `sleep`; see EngineCore.wake_up."""
+        self.engine_core.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        return self.engine_core.is_sleeping()
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine core failed, RuntimeError if a worker is gone."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from jaxllm.core.types import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason, SchedulerStats
+from jaxllm.engine.errors import MaxQueuedTokensError, QueueOverflowError
 from jaxllm.outputs import RequestStateStats
 
 __all__ = ["Counter", "EngineMetrics", "FinishedRequestStats", "Gauge", "Histogram", "IterationStats", "RequestStateStats"]
@@ -239,6 +240,10 @@ class EngineMetrics:
         self.request_success = {
             reason: counter("request_success", "Requests that ended, by reason.", finished_reason=str(reason))
             for reason in FinishReason
+        }
+        self.admission_rejections = {
+            error.limit: counter("admission_rejections", "Requests refused for want of room, by limit.", reason=error.limit)
+            for error in (QueueOverflowError, MaxQueuedTokensError)
         }
         self.iteration_tokens = histogram("iteration_tokens_total", "Tokens of a step.", ITERATION_TOKENS_BUCKETS)
         self.time_to_first_token = histogram(

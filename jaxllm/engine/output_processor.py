@@ -161,6 +161,9 @@ class OutputProcessor:
     Args:
         tokenizer: None to make no text.
         stream_interval: tokens between two outputs of a stream; a request can only raise it.
+
+    Attributes:
+        num_queued_tokens: prompt tokens of the requests that have given no output yet.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast | None", log_stats: bool, stream_interval: int = 1) -> None:
@@ -168,6 +171,7 @@ class OutputProcessor:
         self.token_texts = TokenTexts(tokenizer) if tokenizer is not None else None
         self.log_stats = log_stats
         self.stream_interval = stream_interval
+        self.num_queued_tokens = 0
         self.request_states: dict[str, RequestState] = {}
         self.parents: dict[str, ParentRequest] = {}
         self.internal_ids: dict[str, list[str]] = {}  # of each external id: internal ids of requests or of parents
@@ -206,6 +210,7 @@ class OutputProcessor:
             self.stream_interval,
             RequestStateStats(arrival_time=request.arrival_time) if self.log_stats else None,
         )
+        self.num_queued_tokens += len(request.prompt_token_ids)
         internal_id = request.request_id
         if parent is not None:
             parent.unfinished.add(request.request_id)
@@ -262,11 +267,12 @@ class OutputProcessor:
             num_new_tokens += len(token_ids)
             if stop_string is not None:
                 finish_reason, stop_reason = stop, stop_string
-            if iteration is not None:
+            if iteration is not None and output.new_token_ids:  # a request that the engine core gave up has none
                 assert state.stats is not None
                 iteration.update(state.stats, output, num_new_tokens, timestamp, len(state.prompt_token_ids), state.is_prefilling)
             if state.is_prefilling:
                 state.is_prefilling = False
+                self.num_queued_tokens -= len(state.prompt_token_ids)
                 state.num_cached_tokens = output.num_cached_tokens
             if state.logprobs is not None:
                 state.logprobs.update(output, num_new_tokens)
@@ -277,20 +283,32 @@ class OutputProcessor:
                 elif finish_reason is not FinishReason.ERROR:
                     state.queue.put(request_output)
             if finish_reason is not None:
-                self._finish(state, finish_reason, iteration)
+                self._finish(state, finish_reason, stop_reason, iteration)
                 if not output.finished:
                     result.reqs_to_abort.append(state.request_id)
         return result
 
-    def _finish(self, state: RequestState, reason: FinishReason, iteration: IterationStats | None) -> None:
+    def _finish(
+        self, state: RequestState, reason: FinishReason, stop_reason: int | str | None, iteration: IterationStats | None
+    ) -> None:
         if reason is FinishReason.ERROR and state.queue is not None:
-            state.queue.put(RequestFailedError(f"request {state.external_id} failed in the engine"))
+            why = "" if stop_reason is None else f": {stop_reason}"
+            state.queue.put(RequestFailedError(f"request {state.external_id} failed in the engine{why}"))
         self._forget(state)
         if iteration is not None:
             self._count_finished(state, reason, iteration)
 
+    def fail_all(self, error: Exception) -> None:
+        """Forget all requests; their queues get `error`."""
+        for state in list(self.request_states.values()):
+            if state.queue is not None:
+                state.queue.put(error)
+            self._forget(state)
+
     def _forget(self, state: RequestState) -> None:
         del self.request_states[state.request_id]
+        if state.is_prefilling:
+            self.num_queued_tokens -= len(state.prompt_token_ids)
         ended = state.request_id
         if state.parent is not None:
             state.parent.unfinished.discard(state.request_id)

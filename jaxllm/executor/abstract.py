@@ -48,7 +48,7 @@ class Executor(ABC):
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Call a method of every worker.
+        """Call a method of every worker. The engine core itself calls `sleep(level)` and `wake_up(tags)`; see Worker.
 
         Args:
             timeout: seconds to wait for all answers; None to wait for ever.

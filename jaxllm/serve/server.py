@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import logging
 import socket
-import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -152,12 +152,20 @@ class ApiServer:
         context = self.context
         context.is_stopping = True
         self.uvicorn.should_exit = True
-        if context.streams and not context.engine.errored:
-            logger.info("stopping: %d requests get %g s to end", len(context.streams), context.args.shutdown_timeout)
-        if await self._idle_within(context.args.shutdown_timeout, lambda: not context.streams or context.engine.errored):
-            pass
-        elif self.num_stops < 2:
-            logger.info("aborting %d requests", await context.abort())
-        await self._idle_within(FLUSH_SECONDS, listener.done)
+        timeout = context.args.shutdown_timeout
+        if context.num_open and timeout and not context.engine.errored:
+            logger.info("stopping; %d open requests get %g s to end", context.num_open, timeout)
+            await self._until(timeout, lambda: not context.num_open or context.engine.errored)
+        if num_aborted := await context.abort():
+            logger.info("aborted %d requests", num_aborted)
+        await self._until(FLUSH_SECONDS, listener.done)
         for connection in list(self.uvicorn.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]  # both protocols of uvicorn have one
+        self.uvicorn.force_exit = True
+        await self._until(FLUSH_SECONDS, listener.done, impatient=False)
+
+    async def _until(self, timeout: float, is_over: Callable[[], bool], impatient: bool = True) -> None:
+        """Wait at most `timeout` seconds; not at all once told twice to stop, if `impatient`."""
+        deadline = time.monotonic() + timeout
+        while not is_over() and time.monotonic() < deadline and not (impatient and self.num_stops > 1):
+            await asyncio.sleep(POLL_SECONDS)

@@ -1,6 +1,7 @@
 """The device blocks: how many fit, and the arrays that hold them."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,14 @@ def abstract_kv_caches(config: KVCacheConfig, dtype: str, sharding: jax.sharding
 
 def allocate_kv_caches(config: KVCacheConfig, dtype: str, sharding: jax.sharding.Sharding) -> tuple[jax.Array, ...]:
     """The arrays, all zero: a kernel multiplies what it masks by 0, so a block must never hold NaN from uninitialised memory."""
-    make = jax.jit(lambda: jnp.zeros(kv_cache_shape(config), dtype), out_shardings=sharding)
+    make = _zeros_program(kv_cache_shape(config), dtype, sharding)
     return tuple(make() for _ in range(config.num_arrays))
+
+
+@functools.lru_cache
+def _zeros_program(shape: tuple[int, ...], dtype: str, sharding: jax.sharding.Sharding) -> Callable[[], jax.Array]:
+    # Kept, so that a cache allocated anew after a sleep compiles nothing.
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 def max_blocks_per_request(max_model_len: int, block_size: int) -> int:

@@ -69,8 +69,12 @@ class ModelRunner:
         self.kv_sharding = sharding_of(mesh, KV_CACHE_AXES)
         self.options = StepOptions(config.model.max_logprobs, config.model.logprobs_mode, rows_per_group)
         self.programs: dict[Bucket, jax.stages.Compiled] = {}
-        self.batch = InputBatch(self.max_num_seqs, self.num_groups, self.max_blocks)
         self.prompt_logprobs = PromptLogprobs(graph, config.model, self.replicated)
+        self._forget_requests()
+
+    def _forget_requests(self) -> None:
+        self.batch = InputBatch(self.max_num_seqs, self.num_groups, self.max_blocks)
+        self.prompt_logprobs.clear()
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """Where the fields of this bucket's packed batch lie."""
@@ -150,6 +154,13 @@ class ModelRunner:
                 self.weights, self.batch, step.scheduler_output, step.req_ids, step.counts, hidden
             )
         return output
+
+    def drop_requests(self) -> None:
+        """Forget all requests and free the device blocks and rows, until `allocate`."""
+        for array in jax.tree.leaves((self.kv_caches, self.state)):
+            array.delete()
+        self.kv_caches = ()
+        self._forget_requests()
 
     def close(self) -> None:
         """Drop the device arrays and the programs."""

@@ -48,6 +48,10 @@ class PromptLogprobs:
     def remove(self, req_id: str) -> None:
         self._parts.pop(req_id, None)
 
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._parts.clear()
+
     def wanted(self, req_ids: Sequence[str]) -> bool:
         """Whether one of these requests needs the hidden states of the step."""
         return bool(self._parts) and any(req_id in self._parts for req_id in req_ids)

@@ -5,8 +5,10 @@ The order matters: init_device → load_model → determine_available_memory →
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 
 import jax
+import numpy as np
 import psutil
 
 from jaxllm.config import EngineConfig
@@ -70,9 +72,14 @@ class Worker:
             mesh=self.mesh if stripes > 1 else None,
             attention_backend=self.config.attention_backend,
         )
-        shardings = {spec.path: sharding_of(self.mesh, spec.axes) for spec in self.graph.specs}
-        params = self._load_params(shardings)
-        self.weights = tuple(params[spec.path] for spec in self.graph.specs)
+        self.shardings = {spec.path: sharding_of(self.mesh, spec.axes) for spec in self.graph.specs}
+        self.weights = self._load_weights()
+        self._host_weights: list[np.ndarray] = []  # of a worker asleep at level 1
+
+    def _load_weights(self) -> tuple[jax.Array, ...]:
+        """In the order of the specs."""
+        params = self._load_params(self.shardings)
+        return tuple(params[spec.path] for spec in self.graph.specs)
 
     def _load_params(self, shardings: dict[str, jax.sharding.NamedSharding]) -> dict[str, jax.Array]:
         model = self.config.model
@@ -143,6 +150,47 @@ class Worker:
     def num_compiles_after_warm_up(self) -> int:
         """Programs compiled since the engine was ready; 0 unless something is wrong."""
         return self.compile_counter.count
+
+    def sleep(self, level: int) -> None:
+        """Forget all requests and give the devices' memory back: KV cache, request rows and weights.
+
+        Args:
+            level: 1 keeps the weights in host memory, 2 does not keep them.
+        """
+        if self.runner.kv_caches:
+            self.runner.drop_requests()
+        if level > 1:
+            self._host_weights = []
+        for weight in self.weights:
+            if level == 1:
+                self._host_weights.append(np.array(weight))  # a copy: on a CPU, np.asarray would keep the device's memory
+            weight.delete()
+        self.weights = self.runner.weights = ()
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Undo `sleep`.
+
+        Args:
+            tags: of "weights" and "kv_cache", what is to be there again. Weights that were not kept are loaded.
+        """
+        num_compiles = self.compile_counter.count
+        if "weights" in tags and not self.weights:
+            if self._host_weights:
+                host_weights, self._host_weights = self._host_weights, []
+                self.weights = tuple(map(jax.device_put, host_weights, self.shardings.values()))
+            else:
+                self.weights = self._load_weights()
+            self.runner.weights = self.weights
+        if "kv_cache" in tags and not self.runner.kv_caches:
+            self.runner.allocate()
+        jax.block_until_ready((self.weights, self.runner.kv_caches))
+        # Loading may compile, as it does at the start. That is no fault.
+        self.compile_counter.count = num_compiles
+
+    def device_bytes(self) -> int:
+        """Bytes that weights, KV cache and request rows take, over all devices."""
+        arrays = jax.tree.leaves((self.weights, self.runner.kv_caches, self.runner.state))
+        return sum(shard.data.nbytes for array in arrays if not array.is_deleted() for shard in array.addressable_shards)
 
     def check_health(self) -> None:
         """Raise if the devices do not answer."""

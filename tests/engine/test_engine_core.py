@@ -26,6 +26,10 @@ def make_core(executor_class: type[ToyExecutor] = ToyExecutor, log_stats: bool =
     return EngineCore(make_config(**config), executor_class, log_stats)
 
 
+def add(core: EngineCore, request: EngineCoreRequest) -> None:
+    core.add_request(core.make_request(request))
+
+
 def run(core: EngineCore) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     while core.scheduler.has_unfinished_requests():
@@ -37,8 +41,8 @@ def run(core: EngineCore) -> dict[str, list[int]]:
 
 def test_steps_until_done() -> None:
     core = make_core(max_num_batched_tokens=8)
-    core.add_request(request_of("a", [5] * 10))
-    core.add_request(request_of("b", [6] * 3, max_tokens=2))
+    add(core, request_of("a", [5] * 10))
+    add(core, request_of("b", [6] * 3, max_tokens=2))
     assert core.step() == {}  # a partial prefill says nothing
     outputs = [core.step()[0].outputs for _ in range(3)]
     assert [[output.request_id for output in step] for step in outputs] == [["a", "b"], ["a", "b"], ["a"]]
@@ -55,8 +59,8 @@ def test_eos() -> None:
         next_token = staticmethod(scripted({(5, 6): [9, EOS, 8, 7]}))
 
     core = make_core(Scripted)
-    core.add_request(request_of("a", [5, 6], max_tokens=9))
-    core.add_request(request_of("b", [5, 6], max_tokens=4, ignore_eos=True))
+    add(core, request_of("a", [5, 6], max_tokens=9))
+    add(core, request_of("b", [5, 6], max_tokens=4, ignore_eos=True))
     assert run(core) == {"a": [9, EOS], "b": [9, EOS, 8, 7]}
 
 
@@ -72,7 +76,7 @@ def test_random_load(prefix_caching: bool) -> None:
     while todo or core.scheduler.has_unfinished_requests():
         for _ in range(min(len(todo), rng.randrange(3))):
             request_id = todo.pop()
-            core.add_request(request_of(request_id, prompts[request_id], lengths[request_id]))
+            add(core, request_of(request_id, prompts[request_id], lengths[request_id]))
         if core.scheduler.requests and rng.random() < 0.1:
             victim = rng.choice(list(core.scheduler.requests))
             aborted.add(victim)
@@ -94,7 +98,7 @@ def test_abort_in_every_state() -> None:
     """Waiting, in the middle of a prefill, decoding, preempted, ended, unknown."""
     core = make_core(max_num_batched_tokens=8, max_num_seqs=2)
     for request_id, length in (("decoding", 3), ("prefill", 20), ("waiting", 3), ("other", 3)):
-        core.add_request(request_of(request_id, [hash_next((length,))] * length, max_tokens=30))
+        add(core, request_of(request_id, [hash_next((length,))] * length, max_tokens=30))
     core.step()
     core.abort_requests(["waiting", "prefill", "decoding", "unknown"])
     core.abort_requests(["decoding"])
@@ -113,8 +117,8 @@ def test_abort_in_every_state() -> None:
 def test_aborts_that_come_during_a_step() -> None:
     """The output of the step that runs is dropped."""
     core = make_core()
-    core.add_request(request_of("a", [5, 6]))
-    core.add_request(request_of("b", [5, 7]))
+    add(core, request_of("a", [5, 6]))
+    add(core, request_of("b", [5, 7]))
     core.executor.during_step = lambda output: core.queue_aborts(["a", "unknown"])  # type: ignore[attr-defined]
     (output,) = core.step()[0].outputs
     assert output.request_id == "b"
@@ -123,18 +127,18 @@ def test_aborts_that_come_during_a_step() -> None:
 
 def test_ids_are_unique() -> None:
     core = make_core()
-    core.add_request(request_of("a", [5]))
+    add(core, request_of("a", [5]))
     with pytest.raises(ValueError, match="request_id 'a' is in use"):
-        core.add_request(request_of("a", [5]))
+        add(core, request_of("a", [5]))
     assert run(core) == {"a": expected_tokens([5], 4)}
-    core.add_request(request_of("a", [5]))  # it has ended, so its name is free
+    add(core, request_of("a", [5]))  # it has ended, so its name is free
     assert run(core) == {"a": expected_tokens([5], 4)}
 
 
 def test_each_front_end_gets_its_own() -> None:
     core = make_core(log_stats=True)
-    core.add_request(request_of("a", [5], max_tokens=1, client_index=3))
-    core.add_request(request_of("b", [6], max_tokens=1, client_index=1))
+    add(core, request_of("a", [5], max_tokens=1, client_index=3))
+    add(core, request_of("b", [6], max_tokens=1, client_index=1))
     outputs = core.step()
     assert {index: [output.request_id for output in got.outputs] for index, got in outputs.items()} == {3: ["a"], 1: ["b"]}
     assert {index: got.finished_requests for index, got in outputs.items()} == {3: {"a"}, 1: {"b"}}
@@ -144,7 +148,7 @@ def test_each_front_end_gets_its_own() -> None:
 
 def test_statistics_of_a_step_without_output() -> None:
     core = make_core(log_stats=True, max_num_batched_tokens=8)
-    core.add_request(request_of("a", [5] * 10))
+    add(core, request_of("a", [5] * 10))
     outputs = core.step()[0]
     assert outputs.outputs == []
     assert outputs.scheduler_stats is not None
@@ -158,7 +162,7 @@ def test_failing_step_is_final() -> None:
             raise MemoryError("device")
 
     core = make_core(Failing)
-    core.add_request(request_of("a", [5]))
+    add(core, request_of("a", [5]))
     core.check_health()
     with pytest.raises(EngineDeadError, match=r"MemoryError\('device'\)") as raised:
         core.step()
@@ -167,7 +171,7 @@ def test_failing_step_is_final() -> None:
         core.step,
         core.check_health,
         core.reset_prefix_cache,
-        lambda: core.add_request(request_of("b", [5])),
+        lambda: add(core, request_of("b", [5])),
         lambda: core.collective_rpc("describe", args=("x",)),
     ):
         with pytest.raises(EngineDeadError, match="device"):
@@ -182,7 +186,7 @@ def test_interrupt_amid_a_step_is_seen_and_final() -> None:
         raise KeyboardInterrupt
 
     core = make_core()
-    core.add_request(request_of("a", [5]))
+    add(core, request_of("a", [5]))
     core.executor.during_step = interrupt  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         core.step()
@@ -221,7 +225,7 @@ def test_collective_rpc() -> None:
 
 def test_reset_prefix_cache_waits_for_blocks() -> None:
     core = make_core()
-    core.add_request(request_of("a", [5] * 9))
+    add(core, request_of("a", [5] * 9))
     core.step()
     assert not core.reset_prefix_cache()
     run(core)

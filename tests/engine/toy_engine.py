@@ -7,17 +7,18 @@ the output, which `expected_tokens` gives without any engine.
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from jaxllm.core.output import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.executor.abstract import Executor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 EOS, IM_START, IM_END = 0, 1, 2
 VOCAB_SIZE = 320
@@ -31,8 +32,12 @@ _TEMPLATE = (
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> "PreTrainedTokenizerFast":
     """256 bytes, three special tokens and some words; the last ids of the model's vocabulary have no text."""
+    # Here, so that an engine core's process, which imports this module for the executor, starts quickly.
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,6 +62,8 @@ def make_config(
     eos_token_ids: tuple[int, ...] = (EOS, IM_END),
     log_stats: bool = True,
     stream_interval: int = 1,
+    max_num_queued_reqs: int | None = None,
+    max_num_queued_tokens: int | None = None,
     **model: Any,
 ) -> EngineConfig:
     decoder = DecoderConfig("LlamaForCausalLM", VOCAB_SIZE, 8, 8, 1, 2, 1, 4, max_model_len, 1e-5, RopeConfig())
@@ -66,6 +73,8 @@ def make_config(
         scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, policy),
         log_stats=log_stats,
         stream_interval=stream_interval,
+        max_num_queued_reqs=max_num_queued_reqs,
+        max_num_queued_tokens=max_num_queued_tokens,
     )
 
 
@@ -129,6 +138,8 @@ class ToyExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.num_shutdowns = 0
+        self.asleep: set[str] = set()
+        self.sleep_level = 0
         self.rows: dict[str, _Row] = {}
         self.during_step: Callable[[SchedulerOutput], None] | None = None
 
@@ -140,6 +151,7 @@ class ToyExecutor(Executor):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         assert self.num_shutdowns == 0
+        assert not self.asleep
         if self.during_step is not None:
             self.during_step(scheduler_output)
         for req_id in scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids:
@@ -219,6 +231,17 @@ class ToyExecutor(Executor):
     def describe(self, name: str, *, timeout: float | None) -> tuple[str, int, float | None]:
         """For collective_rpc."""
         return name, len(self.rows), timeout
+
+    def sleep(self, level: int, *, timeout: float | None) -> None:
+        """Forget everything, as a worker does."""
+        assert timeout is None
+        self.asleep, self.sleep_level = {"weights", "kv_cache"}, level
+        self.rows = {}
+        self.blocks[:] = -1
+
+    def wake_up(self, tags: Sequence[str], *, timeout: float | None) -> None:
+        assert timeout is None
+        self.asleep -= set(tags)
 
     def shutdown(self) -> None:
         self.num_shutdowns += 1

@@ -1,0 +1,98 @@
+"""EngineProcess: a fresh Python interpreter for an engine core, joined to this one in life and death."""
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+# The path comes first: without it the second pickle's modules may not be found.
+_BOOT = (
+    "import pickle, socket, sys; link = socket.socket(fileno=int(sys.argv[1])); file = link.makefile('rb'); "
+    "sys.path[:] = pickle.load(file); pickle.load(file)(link)"
+)
+
+EngineMain = Callable[[socket.socket], None]
+
+
+class EngineProcess:
+    """Starts `main` in a new process. Nothing is forked, and the caller's own script is not run again.
+
+    A pair of sockets joins the two. Nothing is sent after the start: either end becomes readable when the other process ends,
+    however it ends, so that nobody has to ask whether the other still lives. `fileno` is this process's end.
+
+    Args:
+        main: called with the other end; can be pickled, and its modules can be imported.
+    """
+
+    def __init__(self, main: EngineMain) -> None:
+        payload = pickle.dumps(list(sys.path)) + pickle.dumps(main)
+        self._link, other_end = socket.socketpair()
+        with other_end:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(other_end.fileno()), "jaxllm-engine-core"],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other_end.fileno()],
+            )
+        # If it has ended already, whoever waits for it will see that.
+        with contextlib.suppress(OSError):
+            self._link.sendall(payload)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def fileno(self) -> int:
+        """Becomes readable when the process has ended."""
+        return self._link.fileno()
+
+    def has_ended(self) -> bool:
+        return self._popen.poll() is not None
+
+    def wait(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds for the end. Returns whether it came."""
+        try:
+            self._popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def how_it_ended(self) -> str:
+        """For people; waits for the end, which `fileno` has announced."""
+        if not self.wait(5.0):
+            return "closed its side"
+        code = self._popen.returncode
+        if code >= 0:
+            return f"ended with exit code {code}"
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        self._popen.kill()
+        self._popen.wait()
+
+    def close(self) -> None:
+        """Give up this end; the process must have ended."""
+        self._link.close()
+
+
+def wait_for_parent(link: socket.socket, parent_pid: int) -> None:
+    """In the new process: return when the other one has ended."""
+    ends = select.poll()
+    ends.register(link, select.POLLIN)
+    # A process forked from the parent would hold the parent's end open beyond its death.
+    try:
+        parent = os.pidfd_open(parent_pid)
+    except (AttributeError, OSError):
+        parent = None  # no such call on this system
+    if parent is not None:
+        ends.register(parent, select.POLLIN)
+    if os.getppid() == parent_pid:
+        ends.poll()
