@@ -72,6 +72,10 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_validation_error(request: Request, error: RequestValidationError) -> Response:
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if request.method == "POST" and not (media_type == "application/json" or media_type.endswith("+json")):
+            message = f"The Content-Type of a request must be application/json, got {media_type!r}"
+            return ApiError(400, "Bad Request", message, "Content-Type").response()
         return validation_error(error.errors()).response()
 
     @app.exception_handler(HTTPException)

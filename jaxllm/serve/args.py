@@ -40,11 +40,11 @@ class ServeArgs:
         max_body_size: bytes; larger requests get 413.
         dev_mode: serve the endpoints that control the engine; never on an open network.
         disable_fastapi_docs: no /docs and no /openapi.json.
-        metric_names: jaxllm or vllm: the prefix of metrics.
-        disable_log_stats: no log line every 10 seconds, and no metrics of the engine.
+        vllm_metric_names: begin the names of metrics with vllm: instead of jaxllm:, so that dashboards made for vLLM work.
         enable_log_requests, enable_log_outputs: log prompts and parameters, and answers.
         max_log_len: characters of a prompt or answer in the log.
-        disable_access_log: do not log every call.
+        disable_uvicorn_access_log: do not log every call.
+        uvicorn_log_level: debug, info, warning, error or critical: what the HTTP server itself logs.
         shutdown_timeout: seconds that open requests get when the server is told to stop.
     """
 
@@ -80,12 +80,12 @@ class ServeArgs:
     max_body_size: int = 2**26
     dev_mode: bool = False
     disable_fastapi_docs: bool = False
-    metric_names: str = "jaxllm"
-    disable_log_stats: bool = False
+    vllm_metric_names: bool = False
     enable_log_requests: bool = False
     enable_log_outputs: bool = False
     max_log_len: int | None = None
-    disable_access_log: bool = False
+    disable_uvicorn_access_log: bool = False
+    uvicorn_log_level: str = "info"
     shutdown_timeout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class ServeArgs:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 0 seconds, got {value}")
         for name, value, choices in (
             ("--chat-template-content-format", self.chat_template_content_format, ("auto", "string", "openai")),
-            ("--metric-names", self.metric_names, ("jaxllm", "vllm")),
+            ("--uvicorn-log-level", self.uvicorn_log_level, ("debug", "info", "warning", "error", "critical")),
             ("--tool-call-parser", self.tool_call_parser, (None, *TOOL_PARSERS)),
             ("--reasoning-parser", self.reasoning_parser, (None, *REASONING_PARSERS)),
         ):

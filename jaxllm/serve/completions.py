@@ -96,7 +96,11 @@ class _Completion:
         if prompt_logprobs is None and self.echo:
             prompt_logprobs = body.logprobs
         return self.context.sampling_params(
-            body, max_tokens, prompt_logprobs=prompt_logprobs, detokenize=None if self.context.tokenizer is not None else False
+            body,
+            max_tokens,
+            logprobs=body.logprobs if body.logprob_token_ids is None else None,
+            prompt_logprobs=prompt_logprobs,
+            detokenize=None if self.context.tokenizer is not None else False,
         )
 
     def _prompt_text(self, prompt: TokensPrompt) -> str:

@@ -102,12 +102,15 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     lines = []
     for error in errors[:MAX_LISTED_ERRORS]:
         where = ".".join(str(part) for part in error["loc"])
-        value = "" if error["type"] == "missing" else f" (value={shown(error.get('input'))})"
+        if error["type"] in ("missing", "json_invalid"):
+            value = f": {error['ctx']['error']}" if "ctx" in error else ""
+        else:
+            value = f" (value={shown(error.get('input'))})"
         lines.append(f"  {where}: {error['msg']}{value}")
     if len(errors) > MAX_LISTED_ERRORS:
         lines.append(f"  and {len(errors) - MAX_LISTED_ERRORS} more")
     count = f"{len(errors)} validation error{'s' if len(errors) != 1 else ''}"
-    param = ".".join(str(part) for part in errors[0]["loc"][:2]) if errors else None
+    param = ".".join(part for part in errors[0]["loc"][:2] if isinstance(part, str)) if errors else None
     return ApiError(400, HTTPStatus(400).phrase, f"{count}:\n" + "\n".join(lines), param)
 
 

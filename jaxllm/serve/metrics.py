@@ -84,7 +84,7 @@ def server_metrics(context: "Context") -> list[Metric]:
 def metrics_page(context: "Context") -> str:
     """What GET /metrics answers."""
     labels = {"model_name": context.model_names[0], "engine": "0"}
-    prefix = context.args.metric_names + ":"
+    prefix = "vllm:" if context.args.vllm_metric_names else METRIC_PREFIX
     return render([*engine_metrics(context), *server_metrics(context)], labels, prefix)
 
 

@@ -89,7 +89,7 @@ class ApiServer:
         config = uvicorn.Config(
             build_app(context),
             log_config=None,
-            access_log=not args.disable_access_log,
+            access_log=not args.disable_uvicorn_access_log,
             lifespan="off",
             ws="none",
             server_header=False,
@@ -115,7 +115,7 @@ class ApiServer:
             0 if it was told to stop, EXIT_ENGINE_DIED if the engine died.
         """
         listener = asyncio.create_task(self.uvicorn.serve([self.sock]))
-        stats = None if self.context.args.disable_log_stats else asyncio.create_task(StatsLogger(self.context).run())
+        stats = None if not self.context.config.log_stats else asyncio.create_task(StatsLogger(self.context).run())
         try:
             await self._wait_until_over(listener)
             died = self.context.engine.dead_error

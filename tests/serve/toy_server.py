@@ -1,0 +1,146 @@
+"""Servers for tests: the real HTTP front end and the real engine process, over the toy executor.
+
+Run as a script it is a server of its own: `python toy_server.py [--slow] [flags of jaxllm.serve]`.
+"""
+
+import asyncio
+import functools
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+from toy_engine import IM_END, ToyExecutor, hash_next, make_config, make_tokenizer  # noqa: E402
+
+from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput  # noqa: E402
+from jaxllm.engine.async_llm import AsyncLLM  # noqa: E402
+from jaxllm.serve.args import ServeArgs  # noqa: E402
+from jaxllm.serve.context import Context  # noqa: E402
+from jaxllm.serve.server import ApiServer, address_of, bind  # noqa: E402
+
+OPEN, CLOSE = "SAY[", "]YAS"
+MAX_MODEL_LEN = 512
+
+
+@functools.cache
+def _tokenizer() -> Any:
+    return make_tokenizer()
+
+
+@functools.lru_cache
+def _script(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """What a chat prompt tells the model to say, word for word; nothing if it does not."""
+    text = _tokenizer().decode(prompt)
+    if OPEN not in text:
+        return ()
+    answer = text.rpartition(OPEN)[2].partition(CLOSE)[0]
+    return (*_tokenizer()(answer)["input_ids"], IM_END)
+
+
+@functools.cache
+def _opening() -> tuple[int, ...]:
+    return tuple(_tokenizer()("<|im_start|>assistant\n")["input_ids"])
+
+
+def say(context: tuple[int, ...]) -> int:
+    """A model that says what a chat prompt holds between SAY[ and ]YAS, and else follows the hash of the context."""
+    opening = _opening()
+    for start in range(len(context) - len(opening), -1, -1):
+        if context[start : start + len(opening)] == opening:
+            end = start + len(opening)
+            script = _script(context[:end])
+            return script[len(context) - end] if len(context) - end < len(script) else hash_next(context)
+    return hash_next(context)
+
+
+class SayingExecutor(ToyExecutor):
+    next_token = staticmethod(say)
+
+
+class SlowExecutor(SayingExecutor):
+    """Takes 20 ms a step."""
+
+    delay = 0.02
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        time.sleep(self.delay)
+        return super().execute_model(scheduler_output)
+
+
+def toy_config(**kwargs: Any) -> Any:
+    return make_config(**{"max_model_len": MAX_MODEL_LEN, "num_blocks": 2049, "max_num_batched_tokens": 256, **kwargs})
+
+
+class ServerThread:
+    """A server in a thread of this process, with its engine in a process of its own.
+
+    Args:
+        executor_class: of the engine.
+        config: fields of `make_config`.
+        args: fields of ServeArgs.
+    """
+
+    def __init__(self, executor_class: type[ToyExecutor] = SayingExecutor, config: dict[str, Any] | None = None, **args: Any) -> None:
+        engine_config = toy_config(**(config or {}))
+        self.engine = AsyncLLM(engine_config, _tokenizer(), executor_class)
+        self.args = ServeArgs(**{"host": "127.0.0.1", "port": 0, "served_model_name": ("toy",), **args})
+        self.context = Context(self.engine, engine_config, _tokenizer(), self.args)
+        self.sock = bind(self.args)
+        self.url = address_of(self.sock, self.args)
+        self.exit_code: int | None = None
+        self._ready = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        assert self._ready.wait(30)
+
+    def _run(self) -> None:
+        self.exit_code = asyncio.run(self._serve())
+
+    async def _serve(self) -> int:
+        self.loop = asyncio.get_running_loop()
+        self.server = ApiServer(self.context, self.sock)
+        running = asyncio.create_task(self.server.run())
+        while not (self.server.is_started or running.done()):
+            await asyncio.sleep(0.01)
+        self._ready.set()
+        return await running
+
+    def call(self, coroutine: Any) -> Any:
+        """Run a coroutine in the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+
+    def stop(self) -> int | None:
+        """Stop it like SIGTERM does. Returns the exit code."""
+        if self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self.server.stop)
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        self.engine.shutdown()
+        self.sock.close()
+        return self.exit_code
+
+
+def main() -> int:
+    """`jaxllm.serve` with the toy engine instead of a model."""
+    from jaxllm.serve.cli import main as serve
+
+    # By their importable names: the engine's process has another `__main__`.
+    import toy_server
+
+    argv = sys.argv[1:]
+    executor = toy_server.SayingExecutor
+    if argv[:1] == ["--slow"]:
+        argv, executor = argv[1:], toy_server.SlowExecutor
+
+    def start(args: Any, phases: Any) -> AsyncLLM:
+        with phases.phase("engine"):
+            return AsyncLLM(toy_config(), _tokenizer(), executor)
+
+    return serve(["--host", "127.0.0.1", "--port", "0", "--served-model-name", "toy", *argv], start)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
