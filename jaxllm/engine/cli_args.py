@@ -103,7 +103,9 @@ def _converter(annotation: Any) -> Callable[[str], Any]:
 class _Strings(argparse.Action):
     """One or more values, or a JSON list of them."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
         if len(values) == 1 and values[0].startswith("["):
             try:
                 values = json.loads(values[0])

@@ -1,1 +1,1 @@
-"""`python -m jaxllm.serve`: the OpenAI-compatible HTTP server. Runs in a front-end process, which never touches the accelerator."""
+"""`python -m jaxllm.serve`: the OpenAI-compatible HTTP server, a front-end process that never touches the accelerator."""

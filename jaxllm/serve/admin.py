@@ -148,5 +148,3 @@ def add_dev_routes(app: FastAPI, context: Context) -> None:
         args = dataclasses.asdict(context.args)
         args["api_key"] = len(context.args.api_key)  # how many there are, not what they are
         return JsonResponse({"version": context.version, "config": dataclasses.asdict(context.config), "args": args})
-
-

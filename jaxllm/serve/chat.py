@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.serve.beams import beam_params, placeholder_params, search_beams
 from jaxllm.serve.context import Call, Context
 from jaxllm.serve.errors import to_api_error
 from jaxllm.serve.logprobs import chat_logprobs, prompt_logprobs_json
@@ -35,7 +36,11 @@ async def create_chat_completion(context: Context, body: ChatCompletionRequest, 
     context.check_tools(body.wants_tools)
     call = context.begin("chatcmpl-", body, request)
     work = _Chat(context, body, call)
-    stream = context.open(call, [await work.prepare()])
+    prepared = await work.prepare()
+    if body.use_beam_search:
+        [output] = await search_beams(context, call, [prepared], body)
+        return JsonResponse(work.response(output))
+    stream = context.open(call, [prepared])
     try:
         await stream.start()
         if body.stream:
@@ -93,6 +98,9 @@ class _Chat:
 
     def _params(self, max_tokens: int) -> SamplingParams:
         body = self.body
+        if body.use_beam_search:
+            beam_params(body, max_tokens)
+            return placeholder_params(max_tokens)
         logprobs = None
         if body.logprobs and body.logprob_token_ids is None:
             logprobs = body.top_logprobs or 0

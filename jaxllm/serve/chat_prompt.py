@@ -91,7 +91,9 @@ class ChatRenderer:
                 kwargs[name] = value
         for name in ("conversation", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt"):
             if name in (body.chat_template_kwargs or {}):
-                raise bad_request(f"chat_template_kwargs must not hold {name!r}: it is a field of its own", "chat_template_kwargs")
+                raise bad_request(
+                    f"chat_template_kwargs must not hold {name!r}: it is a field of its own", "chat_template_kwargs"
+                )
         return kwargs
 
     def _message(self, position: int, message: ChatMessageBody) -> dict[str, Any]:
@@ -116,7 +118,9 @@ class ChatRenderer:
                 texts.append(str((part.model_extra or {}).get("refusal", "")))
                 continue
             if part.type not in TEXT_PARTS:
-                raise bad_request(f"{where}.content[{i}]: parts of type {shown(part.type)} are not supported, only text", "messages")
+                raise bad_request(
+                    f"{where}.content[{i}]: parts of type {shown(part.type)} are not supported, only text", "messages"
+                )
             if part.text is None:
                 raise bad_request(f"{where}.content[{i}]: a part of type {part.type!r} needs 'text'", "messages")
             texts.append(part.text)

@@ -33,9 +33,9 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "HTTP": (
-        "host", "port", "uds", "root_path", "api_key", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials",
-        "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "max_body_size", "sse_keep_alive_interval", "shutdown_timeout",
-        "disable_fastapi_docs", "dev_mode",
+        "host", "port", "uds", "root_path", "api_key", "allowed_origins", "allowed_methods", "allowed_headers",
+        "allow_credentials", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "max_body_size", "sse_keep_alive_interval",
+        "shutdown_timeout", "disable_fastapi_docs", "dev_mode",
     ),
     "API": (
         "served_model_name", "chat_template", "chat_template_content_format", "default_chat_template_kwargs",
@@ -57,8 +57,8 @@ def make_parser() -> ArgumentParser:
         prog="python -m jaxllm.serve",
         usage="%(prog)s [MODEL] [flags]",
         description="Serve a model over OpenAI's HTTP API.",
-        epilog="Dashes and underscores are the same, numbers may be written 32k (32000) or 32K (32768), and fields of JSON flags may "
-        "be given one by one: --hf-overrides.max_position_embeddings 4096. Flags of `vllm serve` that mean nothing here are accepted.",
+        epilog="Dashes and underscores are the same. Numbers may be written 32k (32000) or 32K (32768). Fields of JSON flags may "
+        "be given one by one: --hf-overrides.rope_theta 10000. Flags of `vllm serve` that mean nothing here are accepted.",
         allow_abbrev=False,
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
@@ -199,8 +199,8 @@ def main(argv: Sequence[str] | None = None, start: "Callable[[EngineArgs, Phases
         start: makes the engine.
 
     Returns:
-        The exit code: 0 if it was told to stop, EXIT_USAGE for a mistake of the caller, EXIT_FAILED if the engine did not start or
-        died, 128 plus the signal's number if it was told to stop at once.
+        The exit code: 0 if it was told to stop, EXIT_USAGE for a mistake of the caller, EXIT_FAILED if the engine did not start
+        or died, 128 plus the signal's number if it was told to stop at once.
     """
     serve_args, engine_args, notes = parse(sys.argv[1:] if argv is None else argv)
     _set_up_logging(serve_args)

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from jaxllm.engine.input_processor import TokensPrompt
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.serve.beams import beam_params, placeholder_params, search_beams
 from jaxllm.serve.context import Call, Context
 from jaxllm.serve.errors import to_api_error
 from jaxllm.serve.logprobs import CompletionLogprobsBuilder, join_logprobs, prompt_logprobs_json
@@ -26,6 +27,8 @@ async def create_completion(context: Context, body: CompletionRequest, request: 
     call = context.begin("cmpl-", body, request)
     work = _Completion(context, body, call)
     await work.prepare()
+    if body.use_beam_search:
+        return JsonResponse(work.response(await search_beams(context, call, work.requests, body)))
     stream = context.open(call, work.requests)
     try:
         await stream.start()
@@ -91,6 +94,9 @@ class _Completion:
 
     def _params(self, max_tokens: int) -> SamplingParams:
         body = self.body
+        if body.use_beam_search:
+            beam_params(body, max_tokens)
+            return placeholder_params(max_tokens)
         # The prompt's own log probabilities are part of what echo gives.
         prompt_logprobs = body.prompt_logprobs
         if prompt_logprobs is None and self.echo:

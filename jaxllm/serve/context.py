@@ -180,7 +180,8 @@ class Context:
         """
         if wants_tools and not self.args.enable_auto_tool_choice:
             raise bad_request(
-                '"auto" tool choice requires the server to run with --enable-auto-tool-choice and --tool-call-parser', "tool_choice"
+                '"auto" tool choice requires the server to run with --enable-auto-tool-choice and --tool-call-parser',
+                "tool_choice",
             )
 
     def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:

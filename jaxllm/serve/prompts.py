@@ -95,8 +95,8 @@ class PromptEncoder:
             raise ApiError(
                 400,
                 "BadRequestError",
-                f"This model's maximum context length is {longest} tokens. However, your prompt contains {num_tokens} input tokens, "
-                "which exceeds this limit even without any output tokens. Please shorten the prompt.",
+                f"This model's maximum context length is {longest} tokens. However, your prompt contains {num_tokens} input "
+                "tokens, which exceeds this limit even without any output tokens. Please shorten the prompt.",
                 "input_tokens",
             )
         if num_tokens == longest:

@@ -84,7 +84,9 @@ class _ResponseWork:
         else:
             for position, item in enumerate(body.input):
                 _add_item(messages, f"input[{position}]", item)
-        tools = [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in body.tools or []]
+        tools = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in body.tools or []
+        ]
         shared = {name: getattr(body, name) for name in _SHARED if name in body.model_fields_set}
         effort = body.reasoning.effort if body.reasoning is not None else None
         try:

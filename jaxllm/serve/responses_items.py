@@ -75,8 +75,8 @@ class ResponseItems:
         if piece.kind == "call":
             self.kind = "call"
             item = {
-                "id": new_id("fc_"), "type": "function_call", "status": "in_progress", "call_id": piece.call_id, "name": piece.text,
-                "arguments": "",
+                "id": new_id("fc_"), "type": "function_call", "status": "in_progress", "call_id": piece.call_id,
+                "name": piece.text, "arguments": "",
             }  # fmt: skip
         elif piece.kind == "reasoning":
             self.kind, part = "reasoning", {"type": "reasoning_text", "text": ""}

@@ -127,13 +127,17 @@ SHORT = {
 class _Note(argparse.Action):
     """Takes any values and says that they change nothing."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
         why = NOTED[self.option_strings[0]]
         namespace.notes = [*getattr(namespace, "notes", []), f"{option} has no effect{': ' if why else ''}{why}"]
 
 
 class _Refuse(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
         neutral, why = REFUSED[self.option_strings[0]]
         if not values or any(value not in neutral for value in values):
             raise argparse.ArgumentError(self, f"not supported: {why}")

@@ -129,8 +129,9 @@ def test_calls_are_looked_for_outside_of_thoughts_only():
 
 
 SNIPPETS = st.sampled_from([
-    "<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f", "arguments": {"a": "x y"}}', '{"name": "g", "parameters": ',
-    "[1, 2]", "}", "{", '"', "\\", " ", "\n", ";", ",", ":", "<", "|", "<|python_tag|>", "text", "ü", '"name"', '"arguments"', "3", "null",
+    "<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f", "arguments": {"a": "x y"}}',
+    '{"name": "g", "parameters": ', "[1, 2]", "}", "{", '"', "\\", " ", "\n", ";", ",", ":", "<", "|", "<|python_tag|>", "text",
+    "ü", '"name"', '"arguments"', "3", "null",
 ])  # fmt: skip
 
 
@@ -153,7 +154,9 @@ def test_cuts_do_not_matter(text: str, data: st.DataObject, tools: str | None, r
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(st.characters(exclude_categories=["Cs"])),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3)
+        ),
     ),
     st.sampled_from([None, 2]),
     st.booleans(),

@@ -13,13 +13,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-from toy_engine import IM_END, ToyExecutor, hash_next, make_config, make_tokenizer  # noqa: E402
+from toy_engine import IM_END, ToyExecutor, hash_next, make_config, make_tokenizer
 
-from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput  # noqa: E402
-from jaxllm.engine.async_llm import AsyncLLM  # noqa: E402
-from jaxllm.serve.args import ServeArgs  # noqa: E402
-from jaxllm.serve.context import Context  # noqa: E402
-from jaxllm.serve.server import ApiServer, address_of, bind  # noqa: E402
+from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
+from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.serve.args import ServeArgs
+from jaxllm.serve.context import Context
+from jaxllm.serve.server import ApiServer, address_of, bind
 
 OPEN, CLOSE = "SAY[", "]YAS"
 MAX_MODEL_LEN = 512
@@ -83,7 +83,9 @@ class ServerThread:
         args: fields of ServeArgs.
     """
 
-    def __init__(self, executor_class: type[ToyExecutor] = SayingExecutor, config: dict[str, Any] | None = None, **args: Any) -> None:
+    def __init__(
+        self, executor_class: type[ToyExecutor] = SayingExecutor, config: dict[str, Any] | None = None, **args: Any
+    ) -> None:
         engine_config = toy_config(**(config or {}))
         self.engine = AsyncLLM(engine_config, _tokenizer(), executor_class)
         self.args = ServeArgs(**{"host": "127.0.0.1", "port": 0, "served_model_name": ("toy",), **args})
@@ -125,10 +127,10 @@ class ServerThread:
 
 def main() -> int:
     """`jaxllm.serve` with the toy engine instead of a model."""
-    from jaxllm.serve.cli import main as serve
-
     # By their importable names: the engine's process has another `__main__`.
     import toy_server
+
+    from jaxllm.serve.cli import main as serve
 
     argv = sys.argv[1:]
     executor = toy_server.SayingExecutor

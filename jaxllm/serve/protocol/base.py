@@ -1,7 +1,7 @@
 """What the bodies of several endpoints share.
 
-A field of a request is one of three: a field of the model, which is honoured; in `REFUSED`, which is an error where it would change
-the answer; or else ignored, with one warning. `tests/serve/test_fields.py` lists all fields of vLLM's requests by these kinds.
+A field of a request is one of three: a field of the model, which is honoured; in `REFUSED`, which is an error where it would
+change the answer; or else ignored, with one warning. `tests/serve/test_fields.py` lists all fields of vLLM's requests by kind.
 """
 
 import logging
