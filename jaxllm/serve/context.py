@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_LEN = 128
+REQUEST_ID = "jaxllm.request_id"  # in an ASGI scope: the id that was made for a request without one
 TRACE_HEADERS = ("traceparent", "tracestate")
 
 
@@ -108,7 +109,8 @@ class Context:
         if self.is_stopping:
             raise shutting_down()
         model = self.check_model(body.model)
-        base_id = (request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex)[:MAX_REQUEST_ID_LEN]
+        made = request.scope.get(REQUEST_ID) or uuid.uuid4().hex
+        base_id = (request.headers.get("x-request-id") or body.request_id or made)[:MAX_REQUEST_ID_LEN]
         trace = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         return Call(base_id, base_id if base_id.startswith(prefix) else prefix + base_id, int(time.time()), model, trace or None)
 

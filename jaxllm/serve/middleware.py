@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.engine.metrics import METRIC_PREFIX, Counter
-from jaxllm.serve.context import MAX_REQUEST_ID_LEN
+from jaxllm.serve.context import MAX_REQUEST_ID_LEN, REQUEST_ID
 from jaxllm.serve.errors import http_error
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ class CountMiddleware:
         given = header(scope, b"x-request-id")
         if given:
             return given[:MAX_REQUEST_ID_LEN]
-        made = uuid.uuid4().hex.encode()
-        scope["headers"] = [*scope["headers"], (b"x-request-id", made)]
-        return made
+        made = uuid.uuid4().hex
+        scope[REQUEST_ID] = made
+        return made.encode()
 
     def _count(self, scope: Scope, status: int) -> None:
         # The route's path, not the client's: the number of counters must stay bounded.

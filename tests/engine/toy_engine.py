@@ -182,6 +182,10 @@ class ToyExecutor(Executor):
             assert 0 not in row.block_ids
             for position in range(start, end):
                 self.blocks[row.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = row.token_ids[position]
+        # Every row is written before any is read: a request may share blocks with one that fills them in the same step.
+        for req_id in req_ids:
+            row = self.rows[req_id]
+            start, end = row.num_computed_tokens, row.num_computed_tokens + scheduled[req_id]
             row.num_computed_tokens = end
             context = tuple(self.blocks[row.block_ids].reshape(-1)[:end].tolist())
             assert list(context) == row.token_ids[:end]
