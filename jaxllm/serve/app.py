@@ -1,6 +1,7 @@
 """The FastAPI application: every route, and how errors become responses."""
 
-from collections.abc import Coroutine, Mapping
+import json
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from starlette.responses import Response
 from jaxllm.serve import chat, completions, responses, tokenize
 from jaxllm.serve.admin import add_admin_routes, add_dev_routes
 from jaxllm.serve.context import Context
-from jaxllm.serve.errors import ApiError, http_error, to_api_error, validation_error
+from jaxllm.serve.errors import ApiError, bad_request, http_error, to_api_error, validation_error
 from jaxllm.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware, CountMiddleware
 from jaxllm.serve.protocol.base import ErrorBody
 from jaxllm.serve.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
@@ -84,38 +85,55 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 async def respond(
-    request: Request, work: Coroutine[Any, Any, Response], body: BaseModel, aliases: Mapping[str, str] | None = None
+    request: Request,
+    work: Callable[[], Coroutine[Any, Any, Response]],
+    body: BaseModel,
+    aliases: Mapping[str, str] | None = None,
 ) -> Response:
     """The response that `work` makes, or the error that it ends with; nothing once the client is gone."""
     try:
-        return await unless_disconnected(request, work)
+        check_surrogates(await request.body())
+        return await unless_disconnected(request, work())
     except Exception as error:
         return to_api_error(error, body, aliases).response()
+
+
+def check_surrogates(body: bytes) -> None:
+    """JSON can write half of a surrogate pair, which is no text: it could neither be tokenized nor sent back.
+
+    Raises:
+        ApiError: if the body does.
+    """
+    if b"\\ud" in body or b"\\uD" in body:
+        try:
+            json.dumps(json.loads(body), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise bad_request(f"the body must be valid Unicode, got {error.object[error.start]!r}") from None
 
 
 def add_generation_routes(app: FastAPI, context: Context) -> None:
     @app.post("/v1/completions", responses={200: {"model": CompletionResponse}, **ERRORS}, response_class=JsonResponse)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        return await respond(request, completions.create_completion(context, body, request), body)
+        return await respond(request, lambda: completions.create_completion(context, body, request), body)
 
     @app.post("/v1/chat/completions", responses={200: {"model": ChatCompletionResponse}, **ERRORS}, response_class=JsonResponse)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-        return await respond(request, chat.create_chat_completion(context, body, request), body, chat.FIELD_NAMES)
+        return await respond(request, lambda: chat.create_chat_completion(context, body, request), body, chat.FIELD_NAMES)
 
     @app.post("/v1/responses", responses={200: {"model": ResponsesResponse}, **ERRORS}, response_class=JsonResponse)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        return await respond(request, responses.create_response(context, body, request), body, responses.FIELD_NAMES)
+        return await respond(request, lambda: responses.create_response(context, body, request), body, responses.FIELD_NAMES)
 
     @app.post("/tokenize", responses={200: {"model": TokenizeResponse}, **ERRORS}, response_class=JsonResponse)
     async def create_tokenize(body: TokenizeRequest, request: Request) -> Response:
         async def work() -> Response:
             return JsonResponse(await tokenize.tokenize(context, body))
 
-        return await respond(request, work(), body)
+        return await respond(request, work, body)
 
     @app.post("/detokenize", responses={200: {"model": DetokenizeResponse}, **ERRORS}, response_class=JsonResponse)
     async def create_detokenize(body: DetokenizeRequest, request: Request) -> Response:
         async def work() -> Response:
             return JsonResponse(await tokenize.detokenize(context, body))
 
-        return await respond(request, work(), body)
+        return await respond(request, work, body)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxllm.serve.errors import ApiError, bad_request, shown
-from jaxllm.serve.protocol.chat import ChatMessageBody, ChatTemplateBody, ToolCallBody
+from jaxllm.serve.protocol.chat import ChatMessageBody, ChatTemplateBody, ContentPart, ToolCallBody
 from jaxllm.tokenizer import apply_chat_template
 
 if TYPE_CHECKING:
@@ -45,11 +45,12 @@ class ChatRenderer:
         self.trust_request_templates = trust_request_templates
         self.content_format: ContentFormat = self._detect_format() if content_format == "auto" else content_format
 
-    def render(self, body: ChatTemplateBody, tools: bool = True) -> str:
+    def render(self, body: ChatTemplateBody, tools: bool = True, param: str = "messages") -> str:
         """The prompt.
 
         Args:
             tools: whether the template hears of the request's tools.
+            param: the field of the request that the messages come from.
 
         Raises:
             ApiError: naming the message or the field at fault.
@@ -62,27 +63,36 @@ class ChatRenderer:
             )
         template = body.chat_template or self.chat_template
         if template is None and not self.tokenizer.chat_template:
-            raise bad_request("The model has no chat template; start the server with --chat-template", "messages")
+            raise bad_request("The model has no chat template; start the server with --chat-template", param)
         if not body.messages:
             raise bad_request("messages must not be empty", "messages", [])
+        messages = []
+        for position, message in enumerate(body.messages):
+            try:
+                messages.append(self._message(message))
+            except ValueError as error:
+                # Positions are those of the field only if it is the list of messages itself.
+                where = f"messages[{position}]" if param == "messages" else param
+                raise bad_request(f"{where}{error}", param) from None
         return self._apply(
-            [self._message(position, message) for position, message in enumerate(body.messages)],
+            messages,
             template,
+            param,
             tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools and tools else None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             **self._kwargs(body),
         )
 
-    def _apply(self, messages: Sequence[Mapping[str, Any]], template: str | None, **kwargs: Any) -> str:
+    def _apply(
+        self, messages: Sequence[Mapping[str, Any]], template: str | None, param: str = "messages", **kwargs: Any
+    ) -> str:  # fmt: skip
         assert self.tokenizer is not None
         try:
             return apply_chat_template(self.tokenizer, messages, chat_template=template, **kwargs)
-        except ApiError:
-            raise
         except (ValueError, AttributeError, ArithmeticError, LookupError) as error:
             # Whatever a template trips over in these messages.
-            raise bad_request(str(error), "messages") from error
+            raise bad_request(str(error), param) from error
 
     def _kwargs(self, body: ChatTemplateBody) -> dict[str, Any]:
         kwargs: dict[str, Any] = {**self.default_kwargs, **(body.chat_template_kwargs or {})}
@@ -96,46 +106,33 @@ class ChatRenderer:
                 )
         return kwargs
 
-    def _message(self, position: int, message: ChatMessageBody) -> dict[str, Any]:
-        where = f"messages[{position}]"
+    # What is wrong with a message is a ValueError here; `render` knows where it stands.
+
+    def _message(self, message: ChatMessageBody) -> dict[str, Any]:
         fields = message.model_dump(exclude_unset=True, exclude={"content", "tool_calls"})
-        fields["content"] = self._content(where, message.content)
+        fields["content"] = self._content(message.content)
         if message.tool_calls:
-            fields["tool_calls"] = [self._tool_call(where, call) for call in message.tool_calls]
+            fields["tool_calls"] = [self._tool_call(call) for call in message.tool_calls]
         return fields
 
-    def _content(self, where: str, content: Any) -> str | list[dict[str, Any]]:
+    def _content(self, content: Any) -> str | list[dict[str, Any]]:
         if content is None:
             return ""
         if isinstance(content, str):
             return [{"type": "text", "text": content}] if self.content_format == "openai" else content
-        texts = []
-        for i, part in enumerate(content):
-            if isinstance(part, str):
-                texts.append(part)
-                continue
-            if part.type == "refusal":
-                texts.append(str((part.model_extra or {}).get("refusal", "")))
-                continue
-            if part.type not in TEXT_PARTS:
-                raise bad_request(
-                    f"{where}.content[{i}]: parts of type {shown(part.type)} are not supported, only text", "messages"
-                )
-            if part.text is None:
-                raise bad_request(f"{where}.content[{i}]: a part of type {part.type!r} needs 'text'", "messages")
-            texts.append(part.text)
+        texts = [part if isinstance(part, str) else _text_of(i, part) for i, part in enumerate(content)]
         if self.content_format == "openai":
             return [{"type": "text", "text": text} for text in texts]
         return "\n".join(texts)
 
-    def _tool_call(self, where: str, call: ToolCallBody) -> dict[str, Any]:
+    def _tool_call(self, call: ToolCallBody) -> dict[str, Any]:
         # Templates write the arguments as JSON themselves, so they get an object.
         arguments = call.function.arguments or {}
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
             except (json.JSONDecodeError, RecursionError) as error:
-                raise bad_request(f"{where}.tool_calls: arguments must be JSON: {error}", "messages") from None
+                raise ValueError(f".tool_calls: arguments must be JSON: {error}") from None
         fields = call.model_dump(exclude_unset=True, exclude={"function"})
         return {"type": "function", **fields, "function": {"name": call.function.name, "arguments": arguments}}
 
@@ -148,6 +145,16 @@ class ChatRenderer:
         except ApiError:
             return "string"
         return "openai" if _PROBE in text and "'text'" not in text and '"text"' not in text else "string"
+
+
+def _text_of(position: int, part: ContentPart) -> str:
+    if part.type == "refusal":
+        return str((part.model_extra or {}).get("refusal", ""))
+    if part.type not in TEXT_PARTS:
+        raise ValueError(f".content[{position}]: {shown(part.type)} parts are not supported, only text")
+    if part.text is None:
+        raise ValueError(f".content[{position}]: a part of type {part.type!r} needs 'text'")
+    return part.text
 
 
 def load_chat_template(path_or_template: str) -> str:

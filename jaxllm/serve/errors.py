@@ -19,7 +19,7 @@ MAX_LISTED_ERRORS = 10
 MAX_SHOWN_VALUE = 80
 
 # What the engine calls a field, where a request calls it otherwise.
-_FIELD_NAMES = {"extra_args": "vllm_xargs", "prompt_token_ids": "prompt"}
+_FIELD_NAMES = {"extra_args": "vllm_xargs", "prompt_token_ids": "prompt", "beam_width": "n"}
 
 
 class ApiError(Exception):

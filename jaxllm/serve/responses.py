@@ -58,7 +58,8 @@ class _ResponseWork:
         """Render, tokenize and check the prompt."""
         context, body = self.context, self.body
         chat = self._chat_body()
-        prompt = context.renderer.render(chat, body.tool_choice != "none" or not context.args.exclude_tools_when_tool_choice_none)
+        shows_tools = body.tool_choice != "none" or not context.args.exclude_tools_when_tool_choice_none
+        prompt = context.renderer.render(chat, shows_tools, "input")
         tokens = await context.encoder.prompt(
             prompt, chat, add_special_tokens=False, max_tokens=body.max_output_tokens, param="input"
         )  # fmt: skip
