@@ -183,8 +183,9 @@ def test_max_tokens_is_all_that_fits_unless_given(client: httpx.Client, server: 
 def special() -> Iterator[httpx.Client]:
     """A server with a template, a role and a reasoning parser of its own."""
     template = (
-        "{{ greeting }}{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% for part in m.content %}{{ part.text }}{% endfor %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}"
+        "{{ greeting }}{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}{% for m in messages %}"
+        "<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}"
         "{% endfor %}<|im_end|>\n{% endfor %}{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
         "{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
     )
@@ -222,7 +223,11 @@ def test_reasoning(special: httpx.Client):
 
 def test_templates_and_what_they_get(special: httpx.Client):
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-    messages = [{"role": "assistant", "tool_calls": [call]}, *said("a"), {"role": "user", "content": [{"type": "text", "text": "b"}]}]
+    messages = [
+        {"role": "assistant", "tool_calls": [call]},
+        *said("a"),
+        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+    ]
     body = {"messages": messages, "return_prompt_text": True, "max_tokens": 1}
     text = chat(special, **body, tools=TOOLS, reasoning_effort="low", documents=[{"text": "doc"}])["prompt_text"]
     assert text.startswith("Good day. <weather><|im_start|>assistant\nRome<|im_end|>")

@@ -4,70 +4,19 @@ Run as a script it is a server of its own: `python toy_server.py [--slow] [flags
 """
 
 import asyncio
-import functools
 import sys
 import threading
-import time
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from saying import SayingExecutor, SlowExecutor, tokenizer
+from toy_engine import ToyExecutor, make_config
 
-from toy_engine import IM_END, ToyExecutor, hash_next, make_config, make_tokenizer
-
-from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.serve.args import ServeArgs
 from jaxllm.serve.context import Context
 from jaxllm.serve.server import ApiServer, address_of, bind
 
-OPEN, CLOSE = "SAY[", "]YAS"
 MAX_MODEL_LEN = 512
-
-
-@functools.cache
-def _tokenizer() -> Any:
-    return make_tokenizer()
-
-
-@functools.lru_cache
-def _script(prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """What a chat prompt tells the model to say, word for word; nothing if it does not."""
-    text = _tokenizer().decode(prompt)
-    if OPEN not in text:
-        return ()
-    answer = text.rpartition(OPEN)[2].partition(CLOSE)[0]
-    return (*_tokenizer()(answer)["input_ids"], IM_END)
-
-
-@functools.cache
-def _opening() -> tuple[int, ...]:
-    return tuple(_tokenizer()("<|im_start|>assistant\n")["input_ids"])
-
-
-def say(context: tuple[int, ...]) -> int:
-    """A model that says what a chat prompt holds between SAY[ and ]YAS, and else follows the hash of the context."""
-    opening = _opening()
-    for start in range(len(context) - len(opening), -1, -1):
-        if context[start : start + len(opening)] == opening:
-            end = start + len(opening)
-            script = _script(context[:end])
-            return script[len(context) - end] if len(context) - end < len(script) else hash_next(context)
-    return hash_next(context)
-
-
-class SayingExecutor(ToyExecutor):
-    next_token = staticmethod(say)
-
-
-class SlowExecutor(SayingExecutor):
-    """Takes 20 ms a step."""
-
-    delay = 0.02
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        time.sleep(self.delay)
-        return super().execute_model(scheduler_output)
 
 
 def toy_config(**kwargs: Any) -> Any:
@@ -87,9 +36,9 @@ class ServerThread:
         self, executor_class: type[ToyExecutor] = SayingExecutor, config: dict[str, Any] | None = None, **args: Any
     ) -> None:
         engine_config = toy_config(**(config or {}))
-        self.engine = AsyncLLM(engine_config, _tokenizer(), executor_class)
+        self.engine = AsyncLLM(engine_config, tokenizer(), executor_class)
         self.args = ServeArgs(**{"host": "127.0.0.1", "port": 0, "served_model_name": ("toy",), **args})
-        self.context = Context(self.engine, engine_config, _tokenizer(), self.args)
+        self.context = Context(self.engine, engine_config, tokenizer(), self.args)
         self.sock = bind(self.args)
         self.url = address_of(self.sock, self.args)
         self.exit_code: int | None = None
@@ -127,19 +76,16 @@ class ServerThread:
 
 def main() -> int:
     """`jaxllm.serve` with the toy engine instead of a model."""
-    # By their importable names: the engine's process has another `__main__`.
-    import toy_server
-
     from jaxllm.serve.cli import main as serve
 
     argv = sys.argv[1:]
-    executor = toy_server.SayingExecutor
+    executor = SayingExecutor
     if argv[:1] == ["--slow"]:
-        argv, executor = argv[1:], toy_server.SlowExecutor
+        argv, executor = argv[1:], SlowExecutor
 
     def start(args: Any, phases: Any) -> AsyncLLM:
         with phases.phase("engine"):
-            return AsyncLLM(toy_config(), _tokenizer(), executor)
+            return AsyncLLM(toy_config(), tokenizer(), executor)
 
     return serve(["--host", "127.0.0.1", "--port", "0", "--served-model-name", "toy", *argv], start)
 

@@ -1,0 +1,60 @@
+"""Executors of toy models that say what they are told to. Apart from the server, so that the engine's process starts quickly."""
+
+import functools
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+from toy_engine import IM_END, ToyExecutor, hash_next, make_tokenizer
+
+from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
+
+OPEN, CLOSE = "SAY[", "]YAS"
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+@functools.lru_cache
+def _script(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """What a chat prompt tells the model to say, word for word; nothing if it does not."""
+    text = tokenizer().decode(prompt)
+    if OPEN not in text:
+        return ()
+    answer = text.rpartition(OPEN)[2].partition(CLOSE)[0]
+    return (*tokenizer()(answer)["input_ids"], IM_END)
+
+
+@functools.cache
+def _opening() -> tuple[int, ...]:
+    return tuple(tokenizer()("<|im_start|>assistant\n")["input_ids"])
+
+
+def say(context: tuple[int, ...]) -> int:
+    """A model that says what a chat prompt holds between SAY[ and ]YAS, and else follows the hash of the context."""
+    opening = _opening()
+    for start in range(len(context) - len(opening), -1, -1):
+        if context[start : start + len(opening)] == opening:
+            end = start + len(opening)
+            script = _script(context[:end])
+            return script[len(context) - end] if len(context) - end < len(script) else hash_next(context)
+    return hash_next(context)
+
+
+class SayingExecutor(ToyExecutor):
+    next_token = staticmethod(say)
+
+
+class SlowExecutor(SayingExecutor):
+    """Takes 20 ms a step."""
+
+    delay = 0.02
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        time.sleep(self.delay)
+        return super().execute_model(scheduler_output)
