@@ -4,35 +4,32 @@ import functools
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-from toy_engine import IM_END, ToyExecutor, hash_next, make_tokenizer
+from toy_engine import IM_END, ToyExecutor, hash_next, make_backend_tokenizer
 
 from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
 
 OPEN, CLOSE = "SAY[", "]YAS"
 
 
-@functools.cache
-def tokenizer() -> Any:
-    return make_tokenizer()
+_backend = functools.cache(make_backend_tokenizer)
 
 
 @functools.lru_cache
 def _script(prompt: tuple[int, ...]) -> tuple[int, ...]:
     """What a chat prompt tells the model to say, word for word; nothing if it does not."""
-    text = tokenizer().decode(prompt)
+    text = _backend().decode(prompt, skip_special_tokens=False)
     if OPEN not in text:
         return ()
     answer = text.rpartition(OPEN)[2].partition(CLOSE)[0]
-    return (*tokenizer()(answer)["input_ids"], IM_END)
+    return (*_backend().encode(answer).ids, IM_END)
 
 
 @functools.cache
 def _opening() -> tuple[int, ...]:
-    return tuple(tokenizer()("<|im_start|>assistant\n")["input_ids"])
+    return tuple(_backend().encode("<|im_start|>assistant\n").ids)
 
 
 def say(context: tuple[int, ...]) -> int:

@@ -4,12 +4,13 @@ Run as a script it is a server of its own: `python toy_server.py [--slow] [flags
 """
 
 import asyncio
+import functools
 import sys
 import threading
 from typing import Any
 
-from saying import SayingExecutor, SlowExecutor, tokenizer
-from toy_engine import ToyExecutor, make_config
+from saying import SayingExecutor, SlowExecutor
+from toy_engine import ToyExecutor, make_config, make_tokenizer
 
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.serve.args import ServeArgs
@@ -17,6 +18,9 @@ from jaxllm.serve.context import Context
 from jaxllm.serve.server import ApiServer, address_of, bind
 
 MAX_MODEL_LEN = 512
+
+
+tokenizer = functools.cache(make_tokenizer)
 
 
 def toy_config(**kwargs: Any) -> Any:
