@@ -154,7 +154,7 @@ class _ResponseWork:
         num_reasoning = len(self.context.tokenizer(reasoning, add_special_tokens=False)["input_ids"]) if reasoning else 0
         return {
             "input_tokens": num_input,
-            "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},  # writing costs nothing
             "output_tokens": self.num_tokens,
             "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": num_input + self.num_tokens,

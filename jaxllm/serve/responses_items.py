@@ -66,8 +66,8 @@ class ResponseItems:
         taken, self.logprobs = self.logprobs, []
         return taken
 
-    def _event(self, name: str, **fields: Any) -> Event:
-        return {"type": name, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+    def _event(self, type: str, /, **fields: Any) -> Event:
+        return {"type": type, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
 
     def _begin(self, piece: Piece) -> Iterator[Event]:
         item: dict[str, Any]

@@ -132,6 +132,7 @@ class ResponsesRequest(RequestBody):
 
 class InputTokensDetails(TypedDict):
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class OutputTokensDetails(TypedDict):
