@@ -14,7 +14,10 @@ QUESTIONS = [
     "Name four planets of the solar system.",
     "Who wrote Romeo and Juliet?",
 ]
-SYSTEM = "You are a helpful assistant that answers briefly and correctly."
+SYSTEM = (
+    "You are a helpful assistant. Answer briefly and correctly, in plain English. If a question has one right answer, give it in "
+    "one sentence. If it asks for a list, give a short list. If you do not know, say so."
+)
 
 
 def main() -> None:

@@ -5,13 +5,14 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, engine_args_of
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 EXIT_INTERRUPTED = 130
+DEFAULT_MAX_TOKENS = 16  # of `generate`; a chat may use all that the model's length leaves
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,17 +83,12 @@ _SAMPLING_FIELDS = (
 )  # fmt: skip
 
 
-def _sampling_params(args: argparse.Namespace, defaults: SamplingParams, max_tokens: int | None) -> SamplingParams:
-    """The flags over the model's defaults; `max_tokens` where neither says anything."""
-    given: dict[str, Any] = {name: getattr(args, name) for name in _SAMPLING_FIELDS if getattr(args, name) is not None}
+def _sampling_params(args: argparse.Namespace, recommended: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:
+    """The flags over what the model recommends; `max_tokens` where neither says anything."""
+    given = {name: getattr(args, name) for name in _SAMPLING_FIELDS if getattr(args, name) is not None}
     if args.sampling_seed is not None:
         given["seed"] = args.sampling_seed
-    if "max_tokens" not in given and defaults.max_tokens == SamplingParams().max_tokens:
-        given["max_tokens"] = max_tokens
-    own = {
-        name: getattr(defaults, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-    }
-    return SamplingParams(**{**own, **given})
+    return SamplingParams(**{"max_tokens": max_tokens, **recommended, **given})
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -113,9 +109,9 @@ def _generate(args: argparse.Namespace) -> int:
     from jaxllm.llm import LLM
 
     prompts = _prompts(args)
-    _sampling_params(args, SamplingParams(), 16)  # what is wrong with the flags is said before the model is loaded
+    _sampling_params(args, {}, DEFAULT_MAX_TOKENS)  # what is wrong with the flags is said before the model is loaded
     with LLM.from_engine(LLMEngine.from_engine_args(engine_args_of(args))) as llm:
-        params = _sampling_params(args, llm.get_default_sampling_params(), 16)
+        params = _sampling_params(args, llm.engine.config.model.generation_defaults, DEFAULT_MAX_TOKENS)
         if args.chat:
             outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
         else:
@@ -140,10 +136,10 @@ def _generate(args: argparse.Namespace) -> int:
 def _chat(args: argparse.Namespace) -> int:
     from jaxllm.engine.llm_engine import LLMEngine
 
-    _sampling_params(args, SamplingParams(), None)
+    _sampling_params(args, {}, None)
     engine = LLMEngine.from_engine_args(engine_args_of(args))
     try:
-        params = _sampling_params(args, engine.get_default_sampling_params(), None)
+        params = _sampling_params(args, engine.config.model.generation_defaults, None)
         params.output_kind = RequestOutputKind.DELTA
         messages = [{"role": "system", "content": args.system}] if args.system else []
         if sys.stdin.isatty():

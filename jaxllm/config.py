@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,6 +29,9 @@ def check_at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding.
@@ -42,7 +46,7 @@ class RopeConfig:
     """
 
     theta: float = 10000.0
-    type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    type: RopeType = "default"
     factor: float = 1.0
     original_max_position: int | None = None
     low_freq_factor: float = 1.0
@@ -55,7 +59,7 @@ class RopeConfig:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        check_choice("rope type", self.type, Literal["default", "linear", "dynamic", "llama3", "yarn"])
+        check_choice("rope type", self.type, RopeType)
         if not (math.isfinite(self.theta) and self.theta > 0):
             raise ValueError(f"rope_theta must be positive, got {self.theta!r}")
         if self.factor < 1.0:
@@ -65,20 +69,36 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "RopeConfig":
-        """Read either form of a Hugging Face config: `rope_theta` and `rope_scaling`, or `rope_parameters`."""
-        scaling = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        theta = scaling.get("rope_theta", hf.get("rope_theta", 10000.0))
+        """Read either form of a Hugging Face config: `rope_theta` and `rope_scaling`, or `rope_parameters`.
+
+        Raises:
+            ValueError: naming what is unsupported.
+        """
+        scaling = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+        if any(isinstance(value, Mapping) for value in scaling.values()):
+            raise ValueError(f"rope_parameters that differ by layer type are not supported: {scaling!r}")
+        rotary_share = scaling.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+        if rotary_share != 1.0:
+            raise ValueError(f"partial_rotary_factor {rotary_share!r} is not supported")
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        theta = float(scaling.get("rope_theta") or hf.get("rope_theta") or 10000.0)
         if kind == "default":
-            return cls(theta=float(theta))
-        original = scaling.get("original_max_position_embeddings", hf.get("original_max_position_embeddings"))
-        if original is None and kind in ("dynamic", "yarn"):
-            original = hf.get("max_position_embeddings")
+            return cls(theta=theta)
+        check_choice("rope type", kind, RopeType)
+        longest = hf.get("max_position_embeddings")
+        original = scaling.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
+        if original is None and kind != "linear":
+            original = longest
+        factor = scaling.get("factor")
+        if factor is None and kind == "yarn" and original and longest:
+            factor = longest / original
+        if factor is None:
+            raise ValueError(f"rope type {kind!r} needs a factor, got {scaling!r}")
         floats = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
         return cls(
-            theta=float(theta),
+            theta=theta,
             type=kind,
-            factor=float(scaling.get("factor", 1.0)),
+            factor=float(factor),
             original_max_position=original,
             truncate=bool(scaling.get("truncate", True)),
             **{name: float(scaling[name]) for name in floats if scaling.get(name) is not None},
@@ -100,7 +120,7 @@ DECODER_FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {},
     "Qwen2ForCausalLM": {"qkv_bias": True, "attention_out_bias": False},
-    "Qwen3ForCausalLM": {"qk_norm": True},
+    "Qwen3ForCausalLM": {"qk_norm": True, "head_dim": 128},
 }
 
 
@@ -136,6 +156,10 @@ class DecoderConfig:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             check_at_least(name, getattr(self, name), 1)
         check_choice("hidden_act", self.hidden_act, Activation)
+        if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps >= 0):
+            raise ValueError(f"rms_norm_eps must not be negative, got {self.rms_norm_eps!r}")
+        if any(window is not None and window < 1 for window in self.sliding_windows):
+            raise ValueError(f"a sliding window must be at least 1, got {self.sliding_windows!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_attention_heads {self.num_heads} is no multiple of num_key_value_heads {self.num_kv_heads}")
         if self.head_dim % 2:
@@ -166,16 +190,22 @@ class DecoderConfig:
                 raise ValueError(f"the model config of {architecture} lacks {name!r}")
             return hf[name]
 
-        if hf.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"partial_rotary_factor {hf['partial_rotary_factor']} is not supported")
+        if hf.get("quantization_config"):
+            raise ValueError(f"quantized checkpoints are not supported, got quantization_config {hf['quantization_config']!r}")
         bias = bool(hf.get("attention_bias", False))
+        num_layers, num_heads = need("num_hidden_layers"), need("num_attention_heads")
         fields: dict[str, Any] = {
             "qkv_bias": bias,
             "attention_out_bias": bias,
             "mlp_bias": bool(hf.get("mlp_bias", False)),
             **DECODER_FAMILIES[architecture],
         }
-        num_layers, num_heads = need("num_hidden_layers"), need("num_attention_heads")
+        if hf.get("head_dim"):
+            fields["head_dim"] = hf["head_dim"]
+        elif "head_dim" not in fields:
+            if need("hidden_size") % num_heads:
+                raise ValueError(f"hidden_size {hf['hidden_size']} is no multiple of num_attention_heads {num_heads}")
+            fields["head_dim"] = hf["hidden_size"] // num_heads
         return cls(
             architecture=architecture,
             vocab_size=need("vocab_size"),
@@ -184,7 +214,6 @@ class DecoderConfig:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=hf.get("num_key_value_heads") or num_heads,
-            head_dim=hf.get("head_dim") or need("hidden_size") // num_heads,
             max_position_embeddings=need("max_position_embeddings"),
             rms_norm_eps=float(need("rms_norm_eps")),
             rope=RopeConfig.from_hf(hf),
@@ -197,14 +226,14 @@ class DecoderConfig:
 
 def _sliding_windows(hf: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
     window = hf.get("sliding_window")
-    if architecture.startswith("Qwen") and not hf.get("use_sliding_window", False):
+    if architecture == "LlamaForCausalLM" or (architecture.startswith("Qwen") and not hf.get("use_sliding_window", False)):
         window = None
     if window is None:
         return (None,) * num_layers
     kinds = hf.get("layer_types")
     if kinds is None:
         # Qwen: the first max_window_layers layers see everything. Mistral: every layer slides.
-        full = hf.get("max_window_layers", num_layers) if architecture.startswith("Qwen") else 0
+        full = hf.get("max_window_layers", 28) if architecture.startswith("Qwen") else 0
         return tuple(None if layer < full else int(window) for layer in range(num_layers))
     for kind in kinds:
         check_choice("layer_types", kind, Literal["full_attention", "sliding_attention"])
@@ -237,13 +266,13 @@ class ModelConfig:
     max_logprobs: int = 20
     logprobs_mode: LogprobsMode = "raw_logprobs"
     seed: int = 0
-    load_format: Literal["auto", "safetensors", "gguf", "orbax", "dummy"] = "auto"
+    load_format: LoadFormat = "auto"
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DType)
         check_choice("logprobs_mode", self.logprobs_mode, LogprobsMode)
-        check_choice("load_format", self.load_format, Literal["auto", "safetensors", "gguf", "orbax", "dummy"])
+        check_choice("load_format", self.load_format, LoadFormat)
         check_at_least("max_model_len", self.max_model_len, 1)
         check_at_least("max_logprobs", self.max_logprobs, -1)
         check_at_least("seed", self.seed, 0)
@@ -347,6 +376,8 @@ class EngineConfig:
 
     Attributes:
         attention_backend: "auto" picks by device.
+        cudagraph_capture_sizes: sizes of decode buckets, in requests; None for the default, which doubles up to max_num_seqs.
+        compile_sizes: sizes of mixed buckets, in tokens; None for the default, which doubles up to max_num_batched_tokens.
         compilation_cache_dir: where compiled steps are kept between runs; None for nowhere.
         log_stats: whether the engine counts and times its steps.
         stream_interval: tokens between two outputs of a stream; the first and the last always come at once.
@@ -360,6 +391,8 @@ class EngineConfig:
     scheduler: SchedulerConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     attention_backend: str = "auto"
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    compile_sizes: tuple[int, ...] | None = None
     compilation_cache_dir: str | None = None
     log_stats: bool = True
     stream_interval: int = 1

@@ -36,11 +36,12 @@ def choose(operation: str, implementation: str, available: Mapping[str, tuple[st
         return implementation
     for name, platforms in available.items():
         if not platforms or platform in platforms:
-            _log_once(operation, name, platform)
+            passed = list(available)[: list(available).index(name)]
+            _log_once(operation, name, platform, ", ".join(f"{other} runs on {'/'.join(available[other])}" for other in passed))
             return name
     raise ValueError(f"no implementation of {operation} runs on {platform}")
 
 
 @functools.cache
-def _log_once(operation: str, name: str, platform: str) -> None:
-    logger.info("%s: %s, the first choice on %s", operation, name, platform)
+def _log_once(operation: str, name: str, platform: str, reason: str) -> None:
+    logger.info("%s: %s on %s%s", operation, name, platform, f" ({reason})" if reason else "")

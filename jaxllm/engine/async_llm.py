@@ -171,8 +171,8 @@ class AsyncLLM:
         parent: ParentRequest | None = None,
         index: int = 0,
     ) -> None:
-        self.output_processor.add_request(request, request_id, text, parent, index, outputs)
         try:
+            self.output_processor.add_request(request, request_id, text, parent, index, outputs)
             self.engine_core.add_request(request)
         except BaseException:
             # All of it or nothing: of n requests, those queued already go too.
@@ -201,7 +201,7 @@ class AsyncLLM:
                 logger.exception("outputs cannot be processed")
                 error = EngineDeadError(f"outputs cannot be processed: {error!r}")
             self._output_error = error
-            self.output_processor.fail_all(error)
+            self.output_processor.fail_all(str(error))
 
     async def _process(self, outputs: EngineCoreOutputs) -> None:
         iteration = IterationStats(time.time()) if self.metrics is not None else None
@@ -355,9 +355,7 @@ class AsyncLLM:
         self._tokenizer_threads.shutdown(wait=False, cancel_futures=True)
         if self._output_handler is not None and not self._output_handler.get_loop().is_closed():
             self._output_handler.cancel()
-        error = self.dead_error
-        assert error is not None
-        self.output_processor.fail_all(error)
+        self.output_processor.fail_all(str(self.dead_error))
 
 
 def _num_chars(prompt: object) -> int:

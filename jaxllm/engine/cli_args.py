@@ -60,6 +60,15 @@ def human_int(text: str) -> int:
     return int(value)
 
 
+def int_list(text: str) -> list[int]:
+    """Integers between commas.
+
+    Raises:
+        argparse.ArgumentTypeError: for anything else.
+    """
+    return [human_int(part) for part in text.split(",")]
+
+
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object.
 
@@ -97,6 +106,8 @@ def _converter(annotation: Any) -> Callable[[str], Any]:
         return human_int
     if typing.get_origin(annotation) in (dict, Mapping):
         return json_object
+    if annotation == Sequence[int]:
+        return int_list
     return annotation
 
 

@@ -15,7 +15,6 @@ import logging
 import os
 import queue
 import shutil
-import signal
 import socket
 import threading
 import time
@@ -102,10 +101,8 @@ class EngineCoreMain:
     log_level: int
 
     def __call__(self, link: socket.socket) -> None:
-        _leave_signals_to_the_parent()
         faulthandler.enable()
         logging.basicConfig(level=self.log_level, format=LOG_FORMAT)
-        link.set_inheritable(False)
         threading.Thread(target=self._end_with_parent, args=(link,), daemon=True, name="parent-watch").start()
         try:
             core = EngineCore(self.config, self.executor_class or Executor.get_class(), self.log_stats)
@@ -122,14 +119,6 @@ class EngineCoreMain:
         wait_for_parent(link, self.parent_pid)
         shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(EXIT_PARENT_GONE)
-
-
-def _leave_signals_to_the_parent() -> None:
-    """Ctrl-C and a service manager's SIGTERM reach every process of the group. The front end decides what they mean: it may want
-    its requests to run to their end first. If it dies of them, so does this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Not SIG_IGN, which processes started from here would inherit.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
 
 
 def _send_to_all(front_ends: Sequence[Addresses], kind: OutputType, frames: Frames) -> None:

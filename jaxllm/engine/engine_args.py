@@ -7,12 +7,22 @@ import difflib
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from jaxllm.config import (
+    CacheConfig,
+    DecoderConfig,
+    EngineConfig,
+    LoadFormat,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    check_at_least,
+    check_choice,
+)
 from jaxllm.weights.source import ModelSource, resolve_model
 
 if TYPE_CHECKING:
@@ -96,6 +106,8 @@ class EngineArgs:
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits in the free blocks.
         tensor_parallel_size: devices that share each layer.
         attention_backend: "auto" picks by device.
+        cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
+        compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
         compilation_cache_dir: by default `jaxllm/compiled` in the user's cache folder; "" keeps nothing.
         disable_log_stats: do not count and time.
         stream_interval: tokens between two outputs of a stream.
@@ -133,6 +145,8 @@ class EngineArgs:
     scheduler_reserve_full_isl: bool = True
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    compile_sizes: Sequence[int] | None = None
     compilation_cache_dir: str | None = None
     disable_log_stats: bool = False
     stream_interval: int = 1
@@ -162,6 +176,7 @@ class EngineArgs:
         """
         if self.enforce_eager:
             logger.info("enforce_eager has no effect: every step is compiled")
+        check_choice("load_format", self.load_format, LoadFormat)
         platform = detect_platform()
         needs_weights = self.load_format != "dummy"
         source = resolve_model(self.model, revision=self.revision, download_dir=self.download_dir, weights=needs_weights)
@@ -198,6 +213,8 @@ class EngineArgs:
             ),
             parallel=ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
             attention_backend=self.attention_backend,
+            cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),
+            compile_sizes=_sizes("compile_sizes", self.compile_sizes, tokens),
             compilation_cache_dir=self._cache_dir(),
             log_stats=not self.disable_log_stats,
             stream_interval=self.stream_interval,
@@ -258,6 +275,15 @@ class EngineArgs:
             return self.compilation_cache_dir or None
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return str(Path(base) / "jaxllm" / "compiled")
+
+
+def _sizes(name: str, sizes: Sequence[int] | None, largest: int) -> tuple[int, ...] | None:
+    """Bucket sizes in order, those above `largest` left out and `largest` itself put in."""
+    if sizes is None:
+        return None
+    for size in sizes:
+        check_at_least(name, size, 1)
+    return tuple(sorted({size for size in sizes if size < largest} | {largest}))
 
 
 def _eos_token_ids(hf: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

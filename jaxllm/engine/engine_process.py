@@ -10,11 +10,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-# The path comes first: without it the second pickle's modules may not be found.
-_BOOT = (
-    "import pickle, socket, sys; link = socket.socket(fileno=int(sys.argv[1])); file = link.makefile('rb'); "
-    "sys.path[:] = pickle.load(file); pickle.load(file)(link)"
-)
+# Ctrl-C and a service manager's SIGTERM reach every process of the group. What they mean is for the front end to decide: it may
+# want its requests to run to their end first, and if it dies of them, so does this process. SIGTERM is not set to SIG_IGN, which
+# processes started from there would inherit.
+# The path comes before the function: without it the function's module may not be found.
+_BOOT = """
+import pickle, signal, socket, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+link = socket.socket(fileno=int(sys.argv[1]))
+link.set_inheritable(False)
+file = link.makefile("rb")
+sys.path[:] = pickle.load(file)
+pickle.load(file)(link)
+"""
 
 EngineMain = Callable[[socket.socket], None]
 
@@ -23,7 +32,8 @@ class EngineProcess:
     """Starts `main` in a new process. Nothing is forked, and the caller's own script is not run again.
 
     A pair of sockets joins the two. Nothing is sent after the start: either end becomes readable when the other process ends,
-    however it ends, so that nobody has to ask whether the other still lives. `fileno` is this process's end.
+    however it ends, so that nobody has to ask whether the other still lives. `fileno` is this process's end. The new process
+    lets SIGINT and SIGTERM pass.
 
     Args:
         main: called with the other end; can be pickled, and its modules can be imported.

@@ -9,6 +9,7 @@ import atexit
 import itertools
 import logging
 import os
+import pickle
 import queue
 import shutil
 import tempfile
@@ -74,12 +75,14 @@ class EngineLink:
     """
 
     def __init__(self, config: EngineConfig, executor_class: type[Executor] | None, log_stats: bool, put: Put) -> None:
+        _check_importable(executor_class)
         self._put = put
         self.death: EngineDeadError | None = None
         self._lock = threading.Lock()  # of the sending socket, and of `_calls` together with `death`
         self._calls: dict[int, Future[Any]] = {}
         self._call_ids = itertools.count()
         self._closed = False
+        self._pid = os.getpid()
         self._folder = _socket_folder()
         self._context = zmq.Context()
         try:
@@ -88,7 +91,7 @@ class EngineLink:
             self._outputs = self._bind(zmq.PULL, addresses.outputs)
             level = logging.getLogger().getEffectiveLevel()
             self.process = EngineProcess(
-                EngineCoreMain(config, executor_class, log_stats, (addresses,), os.getpid(), self._folder, level)
+                EngineCoreMain(config, executor_class, log_stats, (addresses,), self._pid, self._folder, level)
             )
             try:
                 self._identity, self.description = self._wait_until_ready()
@@ -207,6 +210,8 @@ class EngineLink:
         Args:
             drain_timeout: seconds in which unfinished requests may run to their end; what is left is aborted.
         """
+        if os.getpid() != self._pid:
+            return  # a fork of the front end has no say in it
         with self._lock:
             if self._closed:
                 return
@@ -224,6 +229,18 @@ class EngineLink:
             self.process.close()
             self._context.destroy(linger=0)
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _check_importable(executor_class: type[Executor] | None) -> None:
+    if executor_class is None:
+        return
+    try:
+        pickle.dumps(executor_class)
+        importable = executor_class.__module__ != "__main__"
+    except (pickle.PicklingError, AttributeError):
+        importable = False
+    if not importable:
+        raise ValueError(f"executor_class must be importable by another process, got {executor_class!r} of no module")
 
 
 def _settle(future: Future[Any], result: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jaxllm.core.types import EngineCoreOutput, EngineCoreRequest, FinishReason
 from jaxllm.engine.detokenizer import IncrementalDetokenizer
-from jaxllm.engine.errors import RequestFailedError
+from jaxllm.engine.errors import EngineDeadError, RequestFailedError
 from jaxllm.engine.logprobs import LogprobsProcessor, TokenTexts
 from jaxllm.engine.metrics import IterationStats, finished_request_stats
 from jaxllm.engine.parallel_sampling import ParentRequest
@@ -298,11 +298,11 @@ class OutputProcessor:
         if iteration is not None:
             self._count_finished(state, reason, iteration)
 
-    def fail_all(self, error: Exception) -> None:
-        """Forget all requests; their queues get `error`."""
+    def fail_all(self, why: str) -> None:
+        """Forget all requests, since the engine core is dead; each queue gets an EngineDeadError."""
         for state in list(self.request_states.values()):
             if state.queue is not None:
-                state.queue.put(error)
+                state.queue.put(EngineDeadError(why))
             self._forget(state)
 
     def _forget(self, state: RequestState) -> None:

@@ -98,8 +98,10 @@ class _Packer:
 
     def value(self, value: Any) -> Any:
         """Any value of a call; TypeError if it cannot be sent."""
-        if value is None or isinstance(value, bool | str | bytes):
+        if value is None or type(value) in (bool, str, bytes):
             return value
+        if isinstance(value, np.generic):
+            return self.value(value.item())
         if isinstance(value, int):
             if not -(2**63) <= value < 2**64:
                 raise TypeError(f"an integer must fit in 64 bits to be sent to another process, got {value}")
@@ -116,8 +118,6 @@ class _Packer:
             if all(type(key) is str for key in value):
                 return {key: self.value(item) for key, item in value.items()}
             return self._tagged(_DICT, [(self.value(key), self.value(item)) for key, item in value.items()])
-        if isinstance(value, np.generic):
-            return self.value(value.item())
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
             return self._tagged(_ARRAY, (value.dtype.str, value.shape, self.array(value)))
         name = type(value).__name__

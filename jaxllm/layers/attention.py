@@ -6,16 +6,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as PSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rotary import apply_rope
 from kernels_pallas.kv_cache_write import write_kv
 from kernels_pallas.paged_attention import paged_attention
-
-TENSOR_AXIS = "tensor"
+from sharding.rules import KV_CACHE_AXES, spec_of
 
 
 @partial(
@@ -97,11 +95,11 @@ class Attention(nnx.Module):
             backend=self.backend,
         )
         if self.mesh is not None:
-            heads, cache = PSpec(None, TENSOR_AXIS), PSpec(None, None, TENSOR_AXIS)
+            heads, cache, whole = spec_of((None, "heads", None)), spec_of(KV_CACHE_AXES), PartitionSpec()
             attend = jax.shard_map(
                 attend,
                 mesh=self.mesh,
-                in_specs=(heads, heads, heads, cache, PSpec(), PSpec(), PSpec(), PSpec(), PSpec()),
+                in_specs=(heads, heads, heads, cache, whole, whole, whole, whole, whole),
                 out_specs=(heads, cache),
                 check_vma=False,
             )

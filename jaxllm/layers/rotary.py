@@ -72,7 +72,7 @@ def _llama3(rope: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, inv_freq: np.ndarray, head_dim: int) -> np.ndarray:
-    """Dimensions that turn often keep their frequency, others are interpolated. Source: Peng et al., 2023, arXiv 2309.00071."""
+    """Pairs that turn often keep their frequency, the others are interpolated. Source: Peng et al., 2023, arXiv 2309.00071."""
     assert rope.original_max_position is not None
 
     def dimension_with(turns: float) -> float:

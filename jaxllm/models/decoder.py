@@ -69,6 +69,20 @@ class DecoderLayer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), kv_cache
 
 
+@partial(jax.jit, static_argnums=0)
+def _run_layer(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    x: jax.Array,
+    kv_cache: jax.Array,
+    metadata: AttentionMetadata,
+    cos: jax.Array,
+    sin: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """One layer as a function of its own, so that layers of the same structure are traced and lowered once."""
+    return nnx.merge(graphdef, state)(x, kv_cache, metadata, cos, sin)
+
+
 class Decoder(nnx.Module):
     """Embedding, layers, final norm, output head."""
 
@@ -87,7 +101,7 @@ class Decoder(nnx.Module):
         Args:
             kv_groups: of each layer, (KV cache group, array of the cache): `KVCacheConfig.array_of_layer()`.
             num_stripes: devices that share the heads; see `ParamSpec.num_stripes`.
-            mesh: the devices, with an axis "tensor" of size `num_stripes`; None for one device.
+            mesh: the devices, from `sharding.mesh.make_mesh(tensor=num_stripes)`; None for one device.
             attention_backend: `implementation` of `paged_attention`.
 
         Raises:
@@ -123,7 +137,8 @@ class Decoder(nnx.Module):
         cos, sin = rope_cos_sin(metadata.positions, inv_freq, factor)
         x = self.embed(token_ids)
         for layer, array in zip(self.layers, self.array_of_layer, strict=True):
-            x, caches[array] = layer(x, caches[array], metadata, cos, sin)
+            graphdef, state = nnx.split(layer)
+            x, caches[array] = _run_layer(graphdef, state, x, caches[array], metadata, cos, sin)
         return self.norm(x), tuple(caches)
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:

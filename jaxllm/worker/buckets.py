@@ -40,6 +40,9 @@ class Buckets:
     Args:
         least_tokens: no step is smaller. 2 where a matrix product with one row is slow (bfloat16 on XLA:CPU).
         decode_sizes, mixed_sizes: instead of the default, which doubles.
+
+    Raises:
+        ValueError: if the sizes do not rise to the limits.
     """
 
     def __init__(
@@ -50,15 +53,15 @@ class Buckets:
         decode_sizes: Sequence[int] | None = None,
         mixed_sizes: Sequence[int] | None = None,
     ) -> None:
-        decode = list(decode_sizes or doubling(least_tokens, max(max_num_seqs, least_tokens)))
-        mixed = list(mixed_sizes or doubling(16, max(max_num_batched_tokens, least_tokens)))
+        decode = list(decode_sizes or doubling(1, max_num_seqs))
+        mixed = list(mixed_sizes or doubling(16, max_num_batched_tokens))
         if decode != sorted(set(decode)) or decode[-1] < max_num_seqs:
             raise ValueError(f"decode bucket sizes must rise to max_num_seqs {max_num_seqs}, got {decode}")
         if mixed != sorted(set(mixed)) or mixed[-1] < max_num_batched_tokens:
             raise ValueError(f"mixed bucket sizes must rise to max_num_batched_tokens {max_num_batched_tokens}, got {mixed}")
-        self._decode_sizes, self._mixed_sizes = decode, mixed
-        self.decode = [Bucket(size, size, True) for size in decode]
-        self.mixed = [Bucket(size, min(size, decode[-1]), False) for size in mixed]
+        self._decode_sizes, self._mixed_sizes = (sorted({max(size, least_tokens) for size in sizes}) for sizes in (decode, mixed))
+        self.decode = [Bucket(size, size, True) for size in self._decode_sizes]
+        self.mixed = [Bucket(size, min(size, self._decode_sizes[-1]), False) for size in self._mixed_sizes]
 
     def __iter__(self):
         """All buckets, the largest of each kind first: that is the order to compile them in."""

@@ -18,9 +18,10 @@ from jaxllm.worker.buckets import Bucket, Buckets
 from jaxllm.worker.compile_cache import compile_all
 from jaxllm.worker.input_batch import InputBatch
 from jaxllm.worker.kv_cache import abstract_kv_caches, allocate_kv_caches, max_blocks_per_request
+from jaxllm.worker.program_cache import ProgramCache
 from jaxllm.worker.prompt_logprobs import PromptLogprobs
 from jaxllm.worker.row_state import NewRow
-from jaxllm.worker.step import StepOptions, StepOutput, Weights, make_step
+from jaxllm.worker.step import KVCaches, StepOptions, StepOutput, Weights, make_step
 from sharding.rules import KV_CACHE_AXES, sharding_of
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,11 @@ class ModelRunner:
         self.kv_sharding = sharding_of(mesh, KV_CACHE_AXES)
         self.options = StepOptions(config.model.max_logprobs, config.model.logprobs_mode, rows_per_group)
         self.programs: dict[Bucket, jax.stages.Compiled] = {}
+        self.kv_caches: KVCaches = ()
+        self.state: row_state.RowState | None = None
+        parts = (config.model.decoder, config.model.dtype, config.attention_backend, kv_cache_config, self.options)
+        limits = (self.max_num_seqs, self.max_blocks, config.cache.block_size)
+        self.program_cache = ProgramCache(config.compilation_cache_dir, list(mesh.devices.flat), (parts, limits))
         self.prompt_logprobs = PromptLogprobs(graph, config.model, self.replicated)
         self._forget_requests()
 
@@ -93,13 +99,16 @@ class ModelRunner:
     def compile(self, bucket: Bucket) -> jax.stages.Compiled:
         """The program of one bucket, compiled once."""
         if bucket not in self.programs:
-            layout = self.layout(bucket)
-            step = jax.jit(make_step(self.graph, layout, self.options), donate_argnums=(1, 2))
-            weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights]
-            caches = abstract_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding)
-            batch = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self.replicated)
-            self.programs[bucket] = step.lower(tuple(weights), caches, self.abstract_state(), batch).compile()
+            self.programs[bucket] = self.program_cache.get(str(bucket), bucket, lambda: self._lower(bucket))
         return self.programs[bucket]
+
+    def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
+        layout = self.layout(bucket)
+        step = jax.jit(make_step(self.graph, layout, self.options), donate_argnums=(1, 2))
+        weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights]
+        caches = abstract_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding)
+        batch = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self.replicated)
+        return step.lower(tuple(weights), caches, self.abstract_state(), batch)
 
     def compile_all(self, progress: bool) -> None:
         """Compile every bucket, the largest first."""
@@ -159,13 +168,12 @@ class ModelRunner:
         """Forget all requests and free the device blocks and rows, until `allocate`."""
         for array in jax.tree.leaves((self.kv_caches, self.state)):
             array.delete()
-        self.kv_caches = ()
+        self.kv_caches, self.state = (), None
         self._forget_requests()
 
     def close(self) -> None:
         """Drop the device arrays and the programs."""
-        self.kv_caches, self.weights, self.programs = (), (), {}
-        del self.state
+        self.kv_caches, self.state, self.weights, self.programs = (), None, (), {}
 
     def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput:
         self.kv_caches, self.state, output = self.compile(bucket)(

@@ -24,6 +24,7 @@ from jaxllm.worker.compile_cache import CompileCounter, enable_persistent_cache
 from jaxllm.worker.kv_cache import check_num_blocks, num_blocks_in, total_bytes
 from jaxllm.worker.model_runner import ModelRunner
 from jaxllm.worker.row_state import state_bytes
+from jaxllm.worker.step import Weights
 from sharding.mesh import make_mesh
 from sharding.rules import sharding_of
 
@@ -40,6 +41,10 @@ class Worker:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self.weights: Weights = ()
+        self._host_weights: list[np.ndarray] = []  # of a worker asleep at level 1
+        self.runner: ModelRunner | None = None
+        self.compile_counter: CompileCounter | None = None
 
     def init_device(self) -> None:
         """Start jax, choose the devices and lay the mesh over them.
@@ -74,7 +79,6 @@ class Worker:
         )
         self.shardings = {spec.path: sharding_of(self.mesh, spec.axes) for spec in self.graph.specs}
         self.weights = self._load_weights()
-        self._host_weights: list[np.ndarray] = []  # of a worker asleep at level 1
 
     def _load_weights(self) -> tuple[jax.Array, ...]:
         """In the order of the specs."""
@@ -105,7 +109,13 @@ class Worker:
         platform = self.devices[0].platform
         least_tokens = 2 if platform == "cpu" and model.dtype != "float32" else 1
         scheduler = self.config.scheduler
-        buckets = Buckets(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, least_tokens)
+        buckets = Buckets(
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            least_tokens,
+            self.config.cudagraph_capture_sizes,
+            self.config.compile_sizes,
+        )
 
         def runner_with(num_blocks: int) -> ModelRunner:
             config = dataclasses.replace(self.kv_cache_config, num_blocks=num_blocks)
@@ -197,10 +207,12 @@ class Worker:
         jax.block_until_ready(jax.device_put(0, self.devices[0]))
 
     def shutdown(self) -> None:
-        """Give the devices' memory back."""
-        self.compile_counter.close()
-        self.runner.close()
-        self.weights = ()
+        """Give the devices' memory back, however far the start has come."""
+        if self.compile_counter is not None:
+            self.compile_counter.close()
+        if self.runner is not None:
+            self.runner.close()
+        self.compile_counter, self.runner, self.weights = None, None, ()
 
     def _memory_budget(self) -> int:
         """Bytes of a device that weights, temporaries and KV cache may take together."""

@@ -11,7 +11,7 @@ def write_kv(kv_cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.
 
     Args:
         kv_cache: [N, 2, K, B, D]: N blocks, a K plane and a V plane, K heads, B tokens a block.
-        k, v: [T, K, D].
+        k, v: [T, K, D], dtype of kv_cache.
         slot_mapping: int32 [T], block * B + offset. Tokens with a slot below 0 or from N * B on are dropped (padding). Slots
             that are not dropped must differ from each other.
 
@@ -30,6 +30,8 @@ def write_kv(kv_cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.
     for name, x in (("k", k), ("v", v)):
         if x.shape != expected:
             raise ValueError(f"{name} must be [T, K, D] = {expected}, got {x.shape}")
+        if x.dtype != kv_cache.dtype:
+            raise ValueError(f"{name} must have the dtype of kv_cache, {kv_cache.dtype}, got {x.dtype}")
     if slot_mapping.dtype != jnp.int32:
         raise ValueError(f"slot_mapping must be int32, got {slot_mapping.dtype}")
     return write_kv_reference(kv_cache, k, v, slot_mapping)

@@ -12,5 +12,5 @@ def write_kv_reference(kv_cache: jax.Array, k: jax.Array, v: jax.Array, slot_map
     outside = num_slots + jnp.arange(slot_mapping.shape[0], dtype=jnp.int32)
     slots = jnp.where((slot_mapping < 0) | (slot_mapping >= num_slots), outside, slot_mapping)
     blocks, offsets = slots // block_size, slots % block_size
-    updates = jnp.stack([k, v], axis=1).astype(kv_cache.dtype)
+    updates = jnp.stack([k, v], axis=1)
     return kv_cache.at[blocks, :, :, offsets].set(updates, mode="drop", unique_indices=True)

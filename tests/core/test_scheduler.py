@@ -1,7 +1,19 @@
 """The scheduler, rule by rule, where no recorded trace shows it or where a small case says it better. Block size 4."""
 
 import pytest
-from core_builders import EOS, add_requests, free_ids, ids_of, make_request, make_scheduler, runner_output, step, update
+from checking_worker import CheckingWorker
+from core_builders import (
+    EOS,
+    add_requests,
+    free_ids,
+    ids_of,
+    make_kv_cache_config,
+    make_request,
+    make_scheduler,
+    runner_output,
+    step,
+    update,
+)
 
 from jaxllm.config import CacheConfig, SchedulerConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, KVCacheGroup, KVCacheSpec
@@ -181,6 +193,28 @@ def test_priority_victim_that_was_given_tokens_leaves_no_hit_on_what_it_did_not_
     assert scheduler.kv_cache_manager.get_block_ids("u") == ([6, 8],)
     assert free_ids(scheduler.kv_cache_manager) == [7, 5, 4, 3, 2, 1]
     assert scheduler.kv_cache_manager.get_computed_blocks(v)[1] == 20
+
+
+def test_the_same_with_the_content_of_the_cache_checked() -> None:
+    scheduler = make_scheduler(
+        num_blocks=9,
+        max_model_len=32,
+        max_num_seqs=4,
+        max_num_batched_tokens=12,
+        long_prefill_token_threshold=8,
+        full_sequence_must_fit=False,
+        policy="priority",
+    )
+    worker = CheckingWorker(make_kv_cache_config(9, 4))
+    v = make_request("v", 28, scheduler.block_hasher, priority=9, max_tokens=2, ignore_eos=True)
+    u = make_request("u", 4, scheduler.block_hasher, priority=0, max_tokens=2, ignore_eos=True)
+    scheduler.add_request(v)
+    scheduler.update_from_output(output := scheduler.schedule(), worker.execute(output))
+    scheduler.add_request(u)
+    while scheduler.has_unfinished_requests():
+        scheduler.update_from_output(output := scheduler.schedule(), worker.execute(output))
+    assert (u.num_preemptions, v.num_preemptions) == (0, 1)
+    assert (u.num_output_tokens, v.num_output_tokens) == (2, 2)
 
 
 def test_priority_on_a_tie_preempts_the_first() -> None:

@@ -23,10 +23,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         windows=st.sampled_from([(None,), (None,), (6,), (None, 6), (None, 3, 10)]),
-        spare_blocks=st.integers(0, 12),
+        spare_blocks=st.sampled_from([0, 2, 5, 9]),
         mode=st.sampled_from(["plain", "overlapped", "drafts"]),
         policy=st.sampled_from(["fcfs", "priority"]),
-        max_num_seqs=st.integers(1, 5),
+        max_num_seqs=st.integers(2, 5),
         max_num_batched_tokens=st.integers(5, 30),
         chunked=st.booleans(),
         threshold=st.sampled_from([0, 0, 3, 7]),
@@ -83,31 +83,44 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_requests = 0
 
     @rule(
-        shared=st.integers(0, 10),
-        tail=st.lists(st.integers(2, 4), min_size=1, max_size=13),
-        max_tokens=st.integers(1, 12),
-        priority=st.integers(0, 2),
-        salt=st.sampled_from([None, None, None, "pepper"]),
-        client=st.integers(0, 1),
-    )
-    def add(self, shared: int, tail: list[int], max_tokens: int, priority: int, salt: str | None, client: int) -> None:
-        self.num_requests += 1
-        request = make_request(
-            f"r{self.num_requests}",
-            [*range(100, 100 + shared), *tail],
-            self.scheduler.block_hasher,
-            max_tokens=max_tokens,
-            priority=priority,
-            arrival_time=float(self.num_requests),
-            cache_salt=salt,
-            client_index=client,
+        arrivals=st.lists(
+            st.tuples(
+                st.sampled_from([0, 5, 9]),  # shared tokens
+                st.integers(1, 13),  # tokens of its own
+                st.integers(2, 3),
+                st.sampled_from([1, 3, 8, 15, 20]),
+                st.integers(0, 2),
+                st.sampled_from([None, None, None, "pepper"]),
+            ),
+            min_size=1,
+            max_size=4,
         )
-        self.roots[request.request_id] = SALTS[salt]
-        self.requests[request.request_id] = request
-        self.outputs[request.request_id] = []
-        self.scheduler.add_request(request)
+    )
+    def add(self, arrivals: list[tuple[int, int, int, int, int, str | None]]) -> None:
+        for num_shared, num_own, token_id, max_tokens, priority, salt in arrivals:
+            self.num_requests += 1
+            request = make_request(
+                f"r{self.num_requests}",
+                [*range(100, 100 + num_shared), *[token_id] * num_own],
+                self.scheduler.block_hasher,
+                max_tokens=max_tokens,
+                # Later ones tend to be more urgent: only then is a victim served before the request that needs its blocks.
+                priority=priority - self.num_requests // 2,
+                arrival_time=float(self.num_requests),
+                cache_salt=salt,
+                client_index=self.num_requests % 2,
+            )
+            self.roots[request.request_id] = SALTS[salt]
+            self.requests[request.request_id] = request
+            self.outputs[request.request_id] = []
+            self.scheduler.add_request(request)
 
-    @rule()
+    @rule(num_steps=st.integers(1, 5))
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step()
+            self.scheduler.check_integrity()
+
     def step(self) -> None:
         scheduler, config = self.scheduler, self.scheduler.config
         alone = len(scheduler.requests) == 1
@@ -145,16 +158,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert out.request_id in outputs.finished_requests
 
     @precondition(lambda self: self.scheduler.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
-        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
-        self.aborted.add(request_id)
-
-    @rule(reset_running_requests=st.booleans())
-    def reset_prefix_cache(self, reset_running_requests: bool) -> None:
-        idle = not self.scheduler.running
-        assert self.scheduler.reset_prefix_cache(reset_running_requests) == (idle or reset_running_requests)
+    @rule(data=st.data(), what=st.sampled_from(["abort", "abort", "abort", "reset", "reset all"]))
+    def interfere(self, data: st.DataObject, what: str) -> None:
+        if what == "abort":
+            request_id = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
+            self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+            self.aborted.add(request_id)
+        else:
+            idle = not self.scheduler.running
+            assert self.scheduler.reset_prefix_cache(what == "reset all") == (idle or what == "reset all")
 
     @invariant()
     def books_balance(self) -> None:
@@ -164,11 +176,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(2000):
+        for _ in range(400):
             if not self.scheduler.has_requests():
                 break
-            self.step()
-            self.scheduler.check_integrity()
+            self.run(5)
         while self.in_flight:
             self.take_output()
         assert not self.scheduler.has_unfinished_requests(), "requests wait for ever"

@@ -89,7 +89,13 @@ def test_preempted_and_resumed(make_tiny, alone, caching):
 
 
 def test_in_every_bucket(make_tiny, alone):
-    llm = make_tiny(enable_prefix_caching=False, max_num_seqs=16, max_num_batched_tokens=128)
+    llm = make_tiny(
+        enable_prefix_caching=False,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        cudagraph_capture_sizes=[1, 2, 5],
+        compile_sizes=[24, 50],
+    )
     runner, used = runner_of(llm), set()
     original = runner._run
     runner._run = lambda bucket, vector: used.add(bucket) or original(bucket, vector)

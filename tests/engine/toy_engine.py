@@ -183,17 +183,13 @@ class ToyExecutor(Executor):
         output = ModelRunnerOutput(req_ids, {req_id: i for i, req_id in enumerate(req_ids)})
         logprobs = []
         for req_id in req_ids:
+            self._write_blocks(self.rows[req_id], scheduled[req_id])
+        for req_id in req_ids:
             row = self.rows[req_id]
             start, end = row.num_computed_tokens, row.num_computed_tokens + scheduled[req_id]
             assert end <= len(row.token_ids)
             assert len(set(row.block_ids)) == len(row.block_ids) == -(-end // BLOCK_SIZE)
             assert 0 not in row.block_ids
-            for position in range(start, end):
-                self.blocks[row.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = row.token_ids[position]
-        # Every row is written before any is read: a request may share blocks with one that fills them in the same step.
-        for req_id in req_ids:
-            row = self.rows[req_id]
-            start, end = row.num_computed_tokens, row.num_computed_tokens + scheduled[req_id]
             row.num_computed_tokens = end
             context = tuple(self.blocks[row.block_ids].reshape(-1)[:end].tolist())
             assert list(context) == row.token_ids[:end]
@@ -209,6 +205,11 @@ class ToyExecutor(Executor):
                 logprobs.append(self._logprobs(context, token_id, row.params.num_logprobs, row.params.logprob_token_ids))
         output.logprobs = lists_of(logprobs) if logprobs else None
         return output
+
+    def _write_blocks(self, row: _Row, num_tokens: int) -> None:
+        """Before any row reads: a request may hit a block that another one fills in the same step."""
+        for position in range(row.num_computed_tokens, row.num_computed_tokens + num_tokens):
+            self.blocks[row.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = row.token_ids[position]
 
     def _prompt_logprobs(self, row: _Row, req_id: str, start: int, end: int, output: ModelRunnerOutput) -> None:
         num_logprobs = row.params.num_prompt_logprobs

@@ -1,0 +1,116 @@
+"""Compiled programs on disk. A program that is there is loaded without being traced, lowered or compiled.
+
+jax's own persistent cache saves the compiler's work only; tracing thirty layers a bucket takes as long again. What a program
+depends on goes into its name, the source code included, so a program that does not fit is simply not found.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import tempfile
+import zlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 4 * 2**30
+_PACKAGES = ("jaxllm", "kernels_pallas", "sharding")
+
+
+@cache
+def source_digest() -> str:
+    """A digest of all source code that a program may depend on."""
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _host() -> str:
+    """The processor's own features: XLA:CPU compiles for exactly these."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+class ProgramCache:
+    """
+    Args:
+        directory: where to keep programs; None keeps none.
+        devices: what they are compiled for, in the order of the mesh.
+        parts: whatever else all programs of an engine depend on; its `repr` must tell it all.
+    """
+
+    def __init__(self, directory: str | None, devices: list[jax.Device], parts: Any) -> None:
+        self._directory = None if directory is None else Path(directory)
+        self._devices = devices
+        client = devices[0].client
+        versions = (jax.__version__, jaxlib.version.__version__, client.platform_version, platform.python_version())
+        kinds = [(device.platform, device.device_kind, device.id) for device in devices]
+        flags = (os.environ.get("XLA_FLAGS"), jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64)
+        self._common = repr((versions, kinds, _host() if client.platform == "cpu" else "", flags, source_digest(), parts))
+
+    def get(self, name: str, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        """The program, from disk or compiled and then kept.
+
+        Args:
+            name: for people; becomes part of the file's name.
+            key: what this program depends on beyond `parts`.
+            lower: traces and lowers it.
+        """
+        if self._directory is None:
+            return lower().compile()
+        digest = hashlib.sha256(f"{self._common}{key!r}".encode()).hexdigest()[:32]
+        path = self._directory / f"{name.replace(' ', '-')}-{digest}.program"
+        program = self._load(path)
+        if program is None:
+            program = lower().compile()
+            self._save(path, program)
+        return program
+
+    def _load(self, path: Path) -> jax.stages.Compiled | None:
+        try:
+            payload = pickle.loads(zlib.decompress(path.read_bytes()))
+            os.utime(path)
+            return serialize_executable.deserialize_and_load(*payload, execution_devices=self._devices)
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # whatever is wrong with a cached file, compiling anew is right
+            logger.warning("%s cannot be used and is compiled anew: %s: %s", path, type(error).__name__, error)
+            return None
+
+    def _save(self, path: Path, program: jax.stages.Compiled) -> None:
+        try:
+            data = zlib.compress(pickle.dumps(serialize_executable.serialize(program)), level=1)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Written beside and moved: another process sees all of the file or none.
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False, suffix=".tmp") as file:
+                file.write(data)
+            os.replace(file.name, path)
+            self._prune(path.parent)
+        except Exception as error:  # a full disk, or a backend that cannot serialize: the program itself is fine
+            logger.warning("%s cannot be kept: %s: %s", path, type(error).__name__, error)
+
+    def _prune(self, directory: Path) -> None:
+        """Remove the programs used least recently until MAX_BYTES are left."""
+        files = sorted(((file.stat(), file) for file in directory.glob("*.program")), key=lambda entry: -entry[0].st_mtime)
+        total = 0
+        for stat, file in files:
+            total += stat.st_size
+            if total > MAX_BYTES:
+                file.unlink(missing_ok=True)

@@ -1,0 +1,132 @@
+import json
+import logging
+
+import pytest
+
+from jaxllm.engine import engine_args
+from jaxllm.engine.engine_args import EngineArgs, default_batch_sizes, detect_platform
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": [7, 8],
+}
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    generation = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [8, 9], "max_new_tokens": 33, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return str(tmp_path)
+
+
+def make(model: str, **kwargs):
+    return EngineArgs.from_kwargs(model=model, **{"load_format": "dummy", **kwargs}).create_engine_config()
+
+
+def test_defaults(model):
+    config = make(model)
+    assert config.model.dtype == "float32"
+    assert config.model.max_model_len == 512
+    assert config.model.eos_token_ids == (7, 8, 9)
+    assert config.model.generation_defaults == {"temperature": 0.6, "top_p": 0.9, "max_tokens": 33}
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (128, 2048)
+    assert config.cache.block_size == 32
+    assert config.scheduler.full_sequence_must_fit
+
+
+def test_generation_config(model, tmp_path_factory):
+    assert make(model, generation_config="vllm").model.generation_defaults == {}
+    override = make(model, override_generation_config={"temperature": 0.1}).model.generation_defaults
+    assert override["temperature"] == 0.1
+    other = tmp_path_factory.mktemp("other")
+    (other / "config.json").write_text(json.dumps(CONFIG))
+    (other / "generation_config.json").write_text('{"top_k": 5}')
+    assert make(model, generation_config=str(other)).model.generation_defaults == {"top_k": 5}
+
+
+def test_unknown_argument_names_the_nearest(model):
+    with pytest.raises(TypeError, match="unknown argument 'max_num_seq'; did you mean 'max_num_seqs'"):
+        make(model, max_num_seq=3)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_model_len": 513}, "max_model_len 513 is greater than the 512"),
+        ({"max_model_len": 0}, "max_model_len must be an integer of at least 1, got 0"),
+        ({"dtype": "int8"}, "dtype must be one of .* got 'int8'"),
+        ({"load_format": "pt"}, "load_format must be one of .* got 'pt'"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be in .* got 1.5"),
+        ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
+        ({"scheduling_policy": "random"}, "scheduling_policy must be one of 'fcfs', 'priority', got 'random'"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens 32 must be at least max_num_seqs 64"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 256}, "without chunked prefill"),
+        ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override must be an integer of at least 2, got 1"),
+        ({"watermark": 1.0}, r"watermark must be in \[0, 1\), got 1.0"),
+        ({"logprobs_mode": "cooked"}, "logprobs_mode must be one of"),
+        ({"max_logprobs": -2}, "max_logprobs must be an integer of at least -1, got -2"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0"),
+        ({"compile_sizes": [0]}, "compile_sizes must be an integer of at least 1, got 0"),
+        ({"hf_overrides": {"architectures": ["GPT2LMHeadModel"]}}, "architecture 'GPT2LMHeadModel' is not supported"),
+    ],
+)
+def test_wrong_values_are_named(model, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        make(model, **kwargs)
+
+
+def test_limits_follow_each_other(model):
+    assert make(model, max_num_batched_tokens=16).scheduler.max_num_seqs == 16
+    small = make(model, max_num_seqs=2, max_model_len=100)
+    assert small.scheduler.max_num_batched_tokens == 200
+    whole = make(model, enable_chunked_prefill=False, max_num_seqs=8)
+    assert whole.scheduler.max_num_batched_tokens >= 512
+
+
+def test_bucket_sizes_end_at_the_limits(model):
+    config = make(model, max_num_seqs=24, cudagraph_capture_sizes=[8, 64, 1], compile_sizes=[128])
+    assert config.cudagraph_capture_sizes == (1, 8, 24)
+    assert config.compile_sizes == (128, 2048)
+
+
+def test_enforce_eager_is_noted(model, caplog):
+    with caplog.at_level(logging.INFO):
+        make(model, enforce_eager=True)
+    assert "enforce_eager has no effect" in caplog.text
+
+
+def test_platform(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    assert detect_platform() == "cuda"
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert detect_platform() == "cpu"
+
+
+def test_batch_sizes_by_device(monkeypatch):
+    monkeypatch.setattr(engine_args, "_device_names", lambda: ["NVIDIA H200"])
+    assert default_batch_sizes("cuda", "llm") == (16384, 1024)
+    assert default_batch_sizes("cuda", "server") == (8192, 1024)
+    monkeypatch.setattr(engine_args, "_device_names", lambda: ["NVIDIA A100-SXM4-80GB"])
+    assert default_batch_sizes("cuda", "server") == (2048, 256)
+
+
+def test_dtype_on_a_gpu(model, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert make(model).model.dtype == "bfloat16"
+    assert make(model, hf_overrides={"torch_dtype": "float32"}).model.dtype == "bfloat16"
+    assert make(model, dtype="half").model.dtype == "float16"
+
+
+def test_cache_folder(model, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert make(model).compilation_cache_dir == str(tmp_path / "jaxllm" / "compiled")
+    assert make(model, compilation_cache_dir="").compilation_cache_dir is None
