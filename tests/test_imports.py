@@ -22,13 +22,22 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Front ends check requests against what the device rows can hold, and stand on the same level as beam search.
-ALLOWED = {("llm", "beam_search"), ("cli", "llm"), ("__main__", "cli"), ("tokenizer", "weights"), ("beam_search", "llm")}
+ALLOWED = {
+    ("llm", "beam_search"),
+    ("bench", "llm"),
+    ("cli", "llm"),
+    ("__main__", "cli"),
+    ("tokenizer", "weights"),
+    ("beam_search", "llm"),
+}
 PURE = ("core", "config", "sampling_params", "outputs")
 THIRD_PARTY_HOMES = {
     "transformers": {"weights", "tokenizer", "multimodal"},
     "flax": {"layers", "models", "worker"},
     "orbax": {"weights"},
     "fastapi": {"serve"},
+    "aiohttp": {"bench"},
+    "matplotlib": {"bench"},
     "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat"},
 }
 
