@@ -8,11 +8,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from jaxllm.serve import chat, completions, responses, tokenize
 from jaxllm.serve.admin import add_admin_routes, add_dev_routes
@@ -47,8 +46,7 @@ def build_app(context: Context) -> FastAPI:
     add_admin_routes(app, context)
     if args.dev_mode:
         add_dev_routes(app, context)
-    if STATIC.is_dir():
-        app.mount("/", StaticFiles(directory=STATIC, html=True))
+    add_web_page(app)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimitMiddleware, limit=args.max_body_size)
     if args.api_key:
@@ -82,6 +80,14 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         return http_error(error.status_code, error.detail, error.headers).response()
+
+
+def add_web_page(app: FastAPI) -> None:
+    """The files of the web page, each a route of its own: a mount at / would answer for every path that does not exist."""
+    for path in sorted(STATIC.iterdir()):
+        response = FileResponse(path, headers={"cache-control": "no-cache"})
+        for route in ("/", "/index.html") if path.name == "index.html" else (f"/{path.name}",):
+            app.add_route(route, response, methods=["GET", "HEAD"], include_in_schema=False)  # type: ignore[arg-type]  # an ASGI app
 
 
 async def respond(

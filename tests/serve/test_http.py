@@ -1,5 +1,6 @@
 """Keys, limits, CORS, and the routes that generate nothing."""
 
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -175,3 +176,15 @@ def test_control_of_the_engine(client: httpx.Client):
     info = client.get("/server_info").json()
     assert info["config"]["model"]["model"] == "toy"
     assert info["args"]["api_key"] == 0
+
+
+def test_the_web_page(client: httpx.Client):
+    page = client.get("/")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert client.get("/index.html").text == page.text
+    for name in re.findall(r'(?:src|href)="([^":]+)"', page.text):
+        assert client.get(f"/{name}").status_code == 200, name
+    assert "://" not in page.text.replace("http://www.w3.org", "")
+    assert client.get("/nothing.js").status_code == 404
+    assert client.post("/").status_code == 405

@@ -83,7 +83,7 @@ def test_counts(fresh: tuple[ServerThread, httpx.Client], stream: bool):
 
 
 def test_other_ends_are_counted_too(fresh: tuple[ServerThread, httpx.Client]):
-    server, client = fresh
+    _, client = fresh
     prompt = [70, 71, 72]
     stop = expected_tokens(prompt, 3)[2]
     client.post("/v1/completions", json={"prompt": prompt, "stop_token_ids": [stop], "n": 2})
