@@ -7,15 +7,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxllm.engine.async_llm import AsyncLLM
     from jaxllm.engine.engine_args import EngineArgs
     from jaxllm.llm import LLM
     from jaxllm.outputs import CompletionOutput, RequestOutput
     from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "EngineArgs", "RequestOutput", "RequestOutputKind", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "RequestOutput", "RequestOutputKind", "SamplingParams"]
 
 _HOMES = {
     "LLM": "jaxllm.llm",
+    "AsyncLLM": "jaxllm.engine.async_llm",
     "CompletionOutput": "jaxllm.outputs",
     "EngineArgs": "jaxllm.engine.engine_args",
     "RequestOutput": "jaxllm.outputs",

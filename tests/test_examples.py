@@ -46,6 +46,13 @@ def test_offline(capsys):
     assert "'The capital of France is' -> ' Paris." in run("offline", capsys)
 
 
+def test_streams(capsys):
+    lines = dict(line.split(": ", 1) for line in run("streams", capsys).splitlines())
+    assert lines.keys() == {"capital", "water", "given up"}
+    assert "Paris" in lines["capital"]
+    assert lines["given up"].count("|") == 2
+
+
 def test_chat(capsys):
     out = run("chat", capsys)
     assert "Paris" in out

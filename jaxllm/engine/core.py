@@ -36,7 +36,6 @@ class EngineCore:
         ValueError: if the model or its KV cache does not fit; the executor has been shut down then.
 
     Attributes:
-        step_fn: what a client calls to advance: `step`.
         failure: what killed the engine core; None while it lives.
         asleep: which of SLEEP_TAGS are.
     """
@@ -59,7 +58,6 @@ class EngineCore:
         except BaseException:
             self.executor.shutdown()
             raise
-        self.step_fn = self.step
 
     def make_request(self, request: EngineCoreRequest) -> Request:
         """What `add_request` takes. From any thread: hashing a long prompt takes a while.

@@ -94,7 +94,7 @@ class InprocClient(EngineCoreClient):
         return self.engine_core.kv_cache_config.num_blocks
 
     def get_output(self) -> EngineCoreOutputs:
-        outputs = self.engine_core.take_undelivered() or self.engine_core.step_fn()
+        outputs = self.engine_core.take_undelivered() or self.engine_core.step()
         return outputs.get(0) or EngineCoreOutputs()
 
     def add_request(self, request: EngineCoreRequest) -> None:

@@ -190,7 +190,7 @@ class EngineCoreProc:
             self.core.check_alive()
 
     def _step(self) -> None:
-        self._put(self.core.step_fn())
+        self._put(self.core.step())
 
     def _put(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for item in outputs.items():

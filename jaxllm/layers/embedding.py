@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxllm.layers.linear import matmul
+
 
 class Embedding(nnx.Module):
     """A table [V, M]: ids to vectors, or hidden states to logits."""
@@ -17,4 +19,4 @@ class Embedding(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, M] -> float32 [R, V]."""
-        return jax.lax.dot_general(hidden, self.table[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return matmul(hidden, self.table[...], transposed=True, out_dtype=jnp.float32)

@@ -104,7 +104,10 @@ class ModelRunner:
 
     def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
         layout = self.layout(bucket)
-        step = jax.jit(make_step(self.graph, layout, self.options), donate_argnums=(1, 2))
+        # Named, so that the state which comes out is placed just like the one that went in, also from a program kept on disk:
+        # whatever else takes the state would be compiled again.
+        out_shardings = (self.kv_sharding, self.replicated, self.replicated)
+        step = jax.jit(make_step(self.graph, layout, self.options), donate_argnums=(1, 2), out_shardings=out_shardings)
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights]
         caches = abstract_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding)
         batch = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self.replicated)

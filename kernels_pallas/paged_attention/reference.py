@@ -86,9 +86,9 @@ def _decode(
 
 
 def decode_tile(num_rows: int, block_size: int, pages_per_row: int) -> tuple[int, int]:
-    """(rows a block, pages a step). Measured on two cores: a few MB of keys a step hide the cost of starting it."""
+    """(rows a block, pages a step): enough keys to hide the cost of starting a step, few enough to waste little on short rows."""
     rows = min(num_rows, 16)
-    tokens = max(128, 512 // rows)
+    tokens = 256 if rows <= 4 else 128
     return rows, min(max(1, tokens // block_size), pages_per_row)
 
 

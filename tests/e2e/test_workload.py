@@ -1,5 +1,8 @@
 """A random workload after warm-up: nothing compiles, no block leaks, every request ends."""
 
+import gc
+import weakref
+
 import numpy as np
 
 from jaxllm import LLM, SamplingParams
@@ -89,3 +92,25 @@ def test_nothing_compiles_and_every_block_comes_back(make_tiny):
     assert core.reset_prefix_cache()
     preemptions = next(int(metric.value) for metric in llm.get_metrics() if metric.name.endswith("num_preemptions"))
     assert preemptions > 0
+
+
+def test_an_engine_let_go_gives_its_memory_back(tiny_model, compiled):
+    """Without waiting for the garbage collector: an engine holds gigabytes, so it must not be part of a reference cycle."""
+    llm = LLM(
+        tiny_model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        compilation_cache_dir=compiled,
+        use_tqdm_on_load=False,
+    )
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=4, detokenize=False), use_tqdm=False)
+    worker = weakref.ref(llm.engine.engine_core.engine_core.executor.worker)
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert worker() is None
+    finally:
+        gc.enable()

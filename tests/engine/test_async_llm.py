@@ -1,37 +1,25 @@
 """AsyncLLM over an engine core in another process, with the toy model."""
 
 import asyncio
-import os
 import random
-import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from child_engine import PATIENCE_S, is_alive, make_async_llm, wait_until
+from async_streams import check_idle, collect, run, set_step_time, stream, tokens_of
+from child_engine import make_async_llm
 from toy_engine import expected_tokens, make_config
 from transformers import PreTrainedTokenizerFast
 
 from jaxllm.engine.async_llm import LEAST_CHARS_FOR_THREAD, OUTPUTS_PER_TURN, AsyncLLM
-from jaxllm.engine.errors import EngineDeadError, MaxQueuedTokensError, QueueOverflowError, RequestFailedError
-from jaxllm.outputs import RequestOutput
+from jaxllm.engine.errors import MaxQueuedTokensError, QueueOverflowError, RequestFailedError
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 pytestmark = pytest.mark.timeout(90)
-
-
-def run[T](main: Coroutine[Any, Any, T]) -> T:
-    """In an event loop of its own, and not for ever."""
-
-    async def bounded() -> T:
-        async with asyncio.timeout(PATIENCE_S):
-            return await main
-
-    return asyncio.run(bounded())
 
 
 @pytest.fixture(scope="module")
@@ -46,53 +34,6 @@ def llm(long_lived: AsyncLLM) -> Iterator[AsyncLLM]:
     """For tests that leave it alive. Each has an event loop of its own."""
     yield long_lived
     run(check_idle(long_lived))
-
-
-@pytest.fixture
-def make(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., AsyncLLM]]:
-    """For tests that break it."""
-    made: list[AsyncLLM] = []
-
-    def make_one(**config: Any) -> AsyncLLM:
-        made.append(make_async_llm(tokenizer, **config))
-        return made[-1]
-
-    yield make_one
-    for one in made:
-        one.shutdown()
-        assert not is_alive(one.engine_core.pid)
-
-
-async def check_idle(llm: AsyncLLM) -> None:
-    """Nothing is queued, running or remembered anywhere; every block is free."""
-    await llm.resume_generation()
-    await set_step_time(llm, 0.0)
-    processor = llm.output_processor
-    assert (processor.request_states, processor.parents, processor.internal_ids) == ({}, {}, {})
-    assert processor.num_queued_tokens == 0
-    stats = await llm.get_stats()
-    assert (stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage) == (0, 0, 0.0)
-    assert await llm.reset_prefix_cache()
-    # The step after the last one tells the executor.
-    while await llm.collective_rpc("num_rows") != [0]:
-        await asyncio.sleep(0.005)
-
-
-async def set_step_time(llm: AsyncLLM, seconds: float) -> None:
-    await llm.collective_rpc("set_step_time", args=(seconds,))
-
-
-def stream(llm: AsyncLLM, prompt: Any, request_id: str = "r", **params: Any) -> AsyncGenerator[RequestOutput, None]:
-    params = {"max_tokens": 5, "output_kind": DELTA, **params}
-    return llm.generate(prompt, SamplingParams(**params), request_id)
-
-
-async def collect(outputs: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:
-    return [output async for output in outputs]
-
-
-def tokens_of(outputs: list[RequestOutput], index: int = 0) -> list[int]:
-    return [token for output in outputs for one in output.outputs if one.index == index for token in one.token_ids]
 
 
 def test_kinds(llm: AsyncLLM, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -481,108 +422,3 @@ def test_survives_its_event_loop(llm: AsyncLLM) -> None:
 
     run(left_open())
     assert tokens_of(run(collect(stream(llm, [6])))) == expected_tokens([6], 5)
-
-
-# Its end
-
-
-@pytest.mark.parametrize("how", ["kill", "fail_next_step"])
-def test_death_ends_every_stream(make: Callable[..., AsyncLLM], how: str) -> None:
-    llm = make()
-    message = "SIGKILL" if how == "kill" else "cannot go on: MemoryError"
-
-    async def main() -> None:
-        await set_step_time(llm, 0.005)
-        await llm.check_health()
-        assert (llm.errored, llm.is_running, llm.dead_error) == (False, True, None)
-        tasks = [asyncio.create_task(collect(stream(llm, [5, i], str(i), max_tokens=60, n=1 + i % 2))) for i in range(20)]
-        await asyncio.sleep(0.1)
-        start = time.monotonic()
-        if how == "kill":
-            os.kill(llm.engine_core.pid, signal.SIGKILL)
-        else:
-            await llm.collective_rpc("fail_next_step")
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(result, EngineDeadError)
-            assert message in str(result)
-        assert time.monotonic() - start < 2.0
-        assert llm.num_unfinished_requests == 0
-        await check_dead(llm, message)
-
-    run(main())
-
-
-def test_death_while_nothing_runs_is_noticed(make: Callable[..., AsyncLLM]) -> None:
-    """Also before the first request, and without an event loop."""
-    llm = make()
-    os.kill(llm.engine_core.pid, signal.SIGKILL)
-    wait_until(lambda: llm.errored, "the death to be noticed")
-    run(check_dead(llm, "SIGKILL"))
-
-
-async def check_dead(llm: AsyncLLM, message: str) -> None:
-    assert (llm.errored, llm.is_running) == (True, False)
-    assert message in str(llm.dead_error)
-    for call in (
-        llm.check_health(),
-        collect(stream(llm, [5])),
-        llm.reset_prefix_cache(),
-        llm.get_stats(),
-        llm.pause_generation(),
-        llm.sleep(),
-        llm.is_sleeping(),
-    ):
-        with pytest.raises(EngineDeadError, match=message):
-            await call
-    await llm.abort("0")
-
-
-def test_fault_of_the_output_handler_is_no_silence(make: Callable[..., AsyncLLM], caplog: pytest.LogCaptureFixture) -> None:
-    llm = make()
-
-    def broken(*args: Any) -> Any:
-        raise IndexError("a fault")
-
-    llm.output_processor.process_outputs = broken  # type: ignore[method-assign]
-    with pytest.raises(EngineDeadError, match=r"outputs cannot be processed: IndexError\('a fault'\)"):
-        run(collect(stream(llm, [5])))
-    assert llm.errored
-    assert "a fault" in caplog.text
-
-
-def test_drain(make: Callable[..., AsyncLLM]) -> None:
-    """What can end in time does, the rest is aborted, and nothing more is taken."""
-    llm = make()
-
-    async def main() -> None:
-        await set_step_time(llm, 0.01)
-        short = asyncio.create_task(collect(stream(llm, [5], "short", max_tokens=5)))
-        long = asyncio.create_task(collect(stream(llm, [6], "long", max_tokens=63)))
-        await asyncio.sleep(0.02)
-        draining = asyncio.create_task(llm.drain(0.3))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineDeadError, match="takes no more requests"):
-            await collect(stream(llm, [7]))
-        await draining
-        assert tokens_of(await short) == expected_tokens([5], 5)
-        assert (await long)[-1].outputs[0].finish_reason == "abort"
-        llm.shutdown()
-
-    run(main())
-    assert not is_alive(llm.engine_core.pid)
-
-
-def test_shutdown_ends_open_streams(make: Callable[..., AsyncLLM]) -> None:
-    llm = make()
-
-    async def main() -> None:
-        await set_step_time(llm, 0.01)
-        task = asyncio.create_task(collect(stream(llm, [5], max_tokens=60)))
-        await asyncio.sleep(0.05)
-        llm.shutdown()
-        llm.shutdown()
-        with pytest.raises(EngineDeadError, match="shut down"):
-            await task
-        await check_dead(llm, "shut down")
-
-    run(main())

@@ -52,8 +52,12 @@ class Runner:
         spec = type(self.model()).kv_cache_specs(config, block_size, dtype, num_stripes)[0]
         shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
         self.caches = tuple(place(jnp.zeros(shape, dtype), KV_CACHE_AXES) for _ in range(num_arrays))
-        self.lengths = np.zeros(num_rows, np.int32)
+        self.reset()
         self.step = jax.jit(self._step, donate_argnums=1)
+
+    def reset(self):
+        """Forget all rows. What they left in the cache stays there: nobody may look at it."""
+        self.lengths = np.zeros(self.num_rows, np.int32)
 
     def model(self):
         return self.graph.bind(self.weights)
