@@ -132,6 +132,8 @@ class FakeServer:
             await send({"choices": [{"index": 0, "delta": {"reasoning": self.reasoning}}]})
         chunks = ["".join(words[i : i + self.tokens_per_chunk]) for i in range(0, len(words), self.tokens_per_chunk)]
         for i, text in enumerate(chunks):
+            if i:
+                await asyncio.sleep(self.itl * max(1.0, self.running / self.saturation))
             if i == self.broken_after:
                 await send({"error": {"message": "the fake engine died", "type": "InternalServerError", "code": 500}})
                 await send("[DONE]")
@@ -140,8 +142,6 @@ class FakeServer:
                 assert request.transport is not None
                 request.transport.close()
                 return response
-            if i:
-                await asyncio.sleep(self.itl * max(1.0, self.running / self.saturation))
             content = {"delta": {"content": text}} if chat else {"text": text}
             reason = "length" if i == len(chunks) - 1 else None
             chunk: dict[str, Any] = {"choices": [{"index": 0, **content, "finish_reason": reason}]}

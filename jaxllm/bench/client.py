@@ -1,6 +1,7 @@
 """A client of OpenAI servers that notes when each chunk arrives.
 
-It is made with aiohttp, whose parser is compiled: a load client must not become what is measured.
+It is made with aiohttp, whose parser is compiled: a load client must not become what is measured. With 64 streams at once it
+takes 25 to 50 µs of CPU a chunk, where httpx takes 70 to 110.
 """
 
 import json

@@ -129,7 +129,9 @@ def measure_here(argv: Sequence[str], started: float) -> dict[str, float]:
     args = engine_args_of(parser.parse_args(argv))
     config = args.create_engine_config()
     clock.note("config")
-    tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
+    # A revision is the model's own.
+    name, revision = (args.model, args.revision) if args.tokenizer is None else (args.tokenizer, None)
+    tokenizer = None if args.skip_tokenizer_init else load_tokenizer(name, revision=revision, download_dir=args.download_dir)
     clock.note("tokenizer")
 
     class TimedExecutor(UniProcExecutor):

@@ -99,15 +99,17 @@ class ModelRunner:
     def compile(self, bucket: Bucket) -> jax.stages.Compiled:
         """The program of one bucket, compiled once."""
         if bucket not in self.programs:
-            self.programs[bucket] = self.program_cache.get(str(bucket), bucket, lambda: self._lower(bucket))
+            self.programs[bucket] = self.program_cache.get(str(bucket), bucket, lambda name: self._lower(bucket, name))
         return self.programs[bucket]
 
-    def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
+    def _lower(self, bucket: Bucket, name: str) -> jax.stages.Lowered:
         layout = self.layout(bucket)
+        function = make_step(self.graph, layout, self.options)
+        function.__name__ = name
         # Named, so that the state which comes out is placed just like the one that went in, also from a program kept on disk:
         # whatever else takes the state would be compiled again.
         out_shardings = (self.kv_sharding, self.replicated, self.replicated)
-        step = jax.jit(make_step(self.graph, layout, self.options), donate_argnums=(1, 2), out_shardings=out_shardings)
+        step = jax.jit(function, donate_argnums=(1, 2), out_shardings=out_shardings)
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights]
         caches = abstract_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding)
         batch = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self.replicated)

@@ -65,21 +65,22 @@ class ProgramCache:
         flags = (os.environ.get("XLA_FLAGS"), jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64)
         self._common = repr((versions, kinds, _host() if client.platform == "cpu" else "", flags, source_digest(), parts))
 
-    def get(self, name: str, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+    def get(self, name: str, key: Any, lower: Callable[[str], jax.stages.Lowered]) -> jax.stages.Compiled:
         """The program, from disk or compiled and then kept.
 
         Args:
             name: for people; becomes part of the file's name.
             key: what this program depends on beyond `parts`.
-            lower: traces and lowers it.
+            lower: traces and lowers it, as a function of the name that it is given. jax's own cache knows a program by that name
+                too, and so never answers in place of the compiler: XLA:CPU cannot serialize a program that was loaded.
         """
         if self._directory is None:
-            return lower().compile()
+            return lower("step").compile()
         digest = hashlib.sha256(f"{self._common}{key!r}".encode()).hexdigest()[:32]
         path = self._directory / f"{name.replace(' ', '-')}-{digest}.program"
         program = self._load(path)
         if program is None:
-            program = lower().compile()
+            program = lower(f"step_{digest}").compile()
             self._save(path, program)
         return program
 

@@ -35,7 +35,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
     assert pytestconfig.cache is not None
     return [
         *("--model", str(folder), "--load-format", "dummy", "--skip-tokenizer-init", "--no-use-tqdm-on-load"),
-        *("--max-num-seqs", "2", "--max-num-batched-tokens", "8", "--block-size", "4", "--num-gpu-blocks-override", "64"),
+        *("--max-num-seqs", "1", "--max-num-batched-tokens", "2", "--block-size", "4", "--num-gpu-blocks-override", "64"),
         *("--compilation-cache-dir", str(pytestconfig.cache.mkdir("compiled"))),
     ]
 

@@ -2,6 +2,7 @@
 
 const INTERVAL = 1000; // milliseconds between two looks
 const LENGTH = 120; // looks that a chart shows
+const BRIDGED = 10; // looks without a value that the line of a latency passes over
 const PREFIX = /^(?:jaxllm|vllm):/;
 const SVG = "http://www.w3.org/2000/svg";
 const SAMPLE = /^([^\s{]+)(?:\{(.*)\})?\s+(\S+)/;
@@ -68,10 +69,10 @@ const integer = (value) => Math.round(value).toLocaleString("en");
 const short = (value) => (value >= 100 ? integer(value) : value.toFixed(value >= 10 ? 1 : 2).replace(/\.?0+$/, ""));
 
 const CARDS = [
-  { title: "Requests", fields: ["running", "waiting"], names: ["running", "waiting"], format: integer, least: 4 },
-  { title: "KV blocks in use", fields: ["usage"], format: (v) => short(v) + " %", max: 100 },
+  { title: "Requests", fields: ["running", "waiting"], names: ["running", "waiting"], format: integer, least: 5 },
+  { title: "KV blocks in use", fields: ["usage"], format: (v) => short(v) + " %", least: 1 },
   { title: "Tokens/s", fields: ["generated", "prompt"], names: ["out", "in"], format: short, least: 10 },
-  { title: "Prefix cache hits", fields: ["hitRate"], format: (v) => short(v) + " %", max: 100 },
+  { title: "Prefix cache hits", fields: ["hitRate"], format: (v) => short(v) + " %", least: 100, stays: true },
   { title: "Time to first token", fields: ["ttft"], format: (v) => short(v) + " ms", least: 10, stays: true },
   { title: "Inter-token latency", fields: ["itl"], format: (v) => short(v) + " ms", least: 5, stays: true },
 ];
@@ -88,13 +89,15 @@ function niceCeiling(value) {
   return [1, 2, 5, 10].map((factor) => factor * power).find((bound) => bound >= value * (1 - 1e-9));
 }
 
-/** Stretches of points without a gap. */
-function runs(values) {
+/** Stretches of points; where no more than `bridged` are missing, the line goes on. */
+function runs(values, bridged) {
   const found = [];
+  let last = -Infinity;
   values.forEach((value, i) => {
     if (value === null) return;
-    if (i === 0 || values[i - 1] === null) found.push([]);
+    if (i - last > bridged + 1) found.push([]);
     found.at(-1).push([i, value]);
+    last = i;
   });
   return found;
 }
@@ -136,19 +139,18 @@ class Card {
 
   draw() {
     if (!this.history) return;
-    // `stays`: a latency is what it was last while nothing runs.
-    const { fields, names, format, least, max, stays } = this.options;
+    // `stays`: it is what it was last while nothing runs. `least`: what the axis reaches at least.
+    const { fields, names, format, least, stays } = this.options;
     const series = fields.map((field) => {
       const values = this.history.map((look) => look?.[field] ?? null);
       return [...Array(LENGTH - values.length).fill(null), ...values];
     });
-    const highest = Math.max(least ?? 0, ...series.flat().filter((value) => value !== null));
-    const ceiling = max ?? niceCeiling(highest);
-    const point = ([i, value]) => `${((100 * i) / (LENGTH - 1)).toFixed(2)},${(100 - (96 * Math.min(value, ceiling)) / ceiling).toFixed(2)}`;
+    const ceiling = niceCeiling(Math.max(least, ...series.flat().filter((value) => value !== null)));
+    const point = ([i, value]) => `${((100 * i) / (LENGTH - 1)).toFixed(2)},${(100 - (96 * value) / ceiling).toFixed(2)}`;
 
     const drawn = [svg("line", { x1: 0, x2: 100, y1: 100, y2: 100 })];
     series.forEach((values, i) => {
-      for (const run of runs(values)) {
+      for (const run of runs(values, stays ? BRIDGED : 0)) {
         // A run of one look is a dot, drawn as a line that is a little longer than nothing.
         const points = run.length > 1 ? run : [run[0], [run[0][0] + 0.4, run[0][1]]];
         const text = points.map(point).join(" ");

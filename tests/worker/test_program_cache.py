@@ -1,0 +1,55 @@
+"""Programs on disk, across engines of one folder."""
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.worker import program_cache
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+
+
+def test_a_program_that_jax_itself_had_kept_can_be_kept_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA:CPU cannot serialize a program a second time: what jax's own cache gives must not become a file of ours.
+
+    The source changes, but not the step: jax would find the step that it kept for the first engine.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+
+    def answer() -> list[int]:
+        jax.clear_caches()  # as in another process
+        with LLM(
+            str(tmp_path),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            use_tqdm_on_load=False,
+            max_num_seqs=1,
+            max_num_batched_tokens=2,
+            block_size=4,
+            num_gpu_blocks_override=64,
+            compilation_cache_dir=str(tmp_path / "compiled"),
+        ) as llm:
+            params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+            (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    first = answer()
+    monkeypatch.setattr(program_cache, "source_digest", lambda: "another version")
+    assert answer() == first
+    assert len(list((tmp_path / "compiled").glob("*.program"))) == 4
+    assert answer() == first
