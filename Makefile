@@ -46,10 +46,10 @@ $(VENV)/.uv:
 
 $(VENV)/.demo: $(VENV)/.uv pyproject.toml uv.lock
 	@echo "installing jaxllm into $(VENV)"
-	@$(SYNC) --no-dev --extra demo --extra bench
+	@$(SYNC) --no-dev --extra demo --extra bench --extra serve
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml uv.lock
 	@echo "installing jaxllm and the development tools into $(VENV)"
-	@$(SYNC) --extra demo --extra bench
+	@$(SYNC) --extra demo --extra bench --extra serve
 	@touch $@
