@@ -214,9 +214,10 @@ def main(argv: Sequence[str] | None = None, start: "Callable[[EngineArgs, Phases
         sock = bind(serve_args)
         with _interrupted_by_sigterm():
             engine = start(engine_args, phases)
-            from jaxllm.serve.context import Context
+            with phases.phase("front end"):
+                from jaxllm.serve.context import Context
 
-            context = Context(engine, engine.config, engine.tokenizer, serve_args)
+                context = Context(engine, engine.config, engine.tokenizer, serve_args)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(context, sock, phases))
     except ValueError as error:

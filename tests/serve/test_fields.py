@@ -16,7 +16,8 @@ from jaxllm.serve.protocol.responses import ResponsesRequest
 SAMPLING = """
     n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop stop_token_ids
     include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens logit_bias
-    allowed_token_ids bad_words prompt_logprobs logprob_token_ids use_beam_search length_penalty truncate_prompt_tokens truncation_side
+    allowed_token_ids bad_words prompt_logprobs logprob_token_ids use_beam_search length_penalty truncate_prompt_tokens
+    truncation_side
 """
 COMMON = """
     model stream stream_options response_format priority request_id cache_salt return_tokens_as_token_ids return_token_ids

@@ -223,7 +223,9 @@ def test_logs():
         assert server.wait() == 0
         log = "".join(server.err)
         assert "WARNING jaxllm.serve.cli: --trust-remote-code has no effect: no code of a model is ever run" in log
-        assert len(re.findall(r"request chatcmpl-mine: \d+ prompt tokens, '<\|im_start\|>user\\nSAY', SamplingParams\(", log)) == 2
+        assert (
+            len(re.findall(r"request chatcmpl-mine: \d+ prompt tokens, '<\|im_start\|>user\\nSAY', SamplingParams\(", log)) == 2
+        )
         assert log.count("response chatcmpl-mine, choice 0: 'a secret that is lon', finish reason stop") == 2
         assert '"POST /v1/completions HTTP/1.1" 400' in log
         assert "/health" not in log
