@@ -23,7 +23,8 @@ from jax.experimental import serialize_executable
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 2**30
-_PACKAGES = ("jaxllm", "kernels_pallas", "sharding")
+# Where code lies that a step is traced from.
+_SOURCES = ("jaxllm/config.py", "jaxllm/layers", "jaxllm/models", "jaxllm/sample", "jaxllm/worker", "kernels_pallas", "sharding")
 
 
 @cache
@@ -31,8 +32,9 @@ def source_digest() -> str:
     """A digest of all source code that a program may depend on."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
-    for package in _PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
+    for source in _SOURCES:
+        files = [path for path in sorted((root / source).rglob("*")) if path.suffix in (".py", ".json")]
+        for path in files or [root / source]:
             digest.update(str(path.relative_to(root)).encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
