@@ -19,7 +19,8 @@ class RequestOutputCollector:
         self._is_delta = output_kind is RequestOutputKind.DELTA
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
-        self._ready = asyncio.Event()
+        # For one reader a future does what an asyncio.Event does, with less work for every token.
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: RequestOutput | Exception) -> None:
         """Add an output, or what ends the stream."""
@@ -29,21 +30,22 @@ class RequestOutputCollector:
             self._output = item
         else:
             merge(self._output, item, self._is_delta)
-        self._ready.set()
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def get_nowait(self) -> RequestOutput | None:
         """What waits; None if nothing does. Raises the error that was put."""
         output, self._output = self._output, None
         if output is None and self._error is not None:
             raise self._error
-        if self._error is None:
-            self._ready.clear()
         return output
 
     async def get(self) -> RequestOutput:
         """The same, waiting for it."""
         while (output := self.get_nowait()) is None:
-            await self._ready.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         return output
 
 
