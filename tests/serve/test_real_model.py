@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import openai
 import pytest
+
+from jaxllm.worker.buckets import Buckets
 
 ROOT = Path(__file__).parents[2]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -169,6 +172,28 @@ def test_asynchronous_client(url: str, model: str):
             assert streamed == await asyncio.gather(*(whole(i) for i in range(6)))
 
     asyncio.run(run())
+
+
+def test_metrics(client: openai.OpenAI, model: str, url: str):
+    def counters() -> dict[str, float]:
+        lines = httpx.get(url + "/metrics").text.splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+    def named(found: dict[str, float], name: str) -> float:
+        return sum(value for key, value in found.items() if key.startswith(f"jaxllm:{name}{{"))
+
+    before = counters()
+    client.completions.create(model=model, prompt=[1, 2, 3, 4, 5], max_tokens=4, temperature=0, extra_body={"ignore_eos": True})
+    after = counters()
+    assert named(after, "compiles_after_warm_up_total") == 0
+    assert named(after, "generation_tokens_total") - named(before, "generation_tokens_total") == 4
+    # One step of five tokens, and three of one row, for which there is a bucket.
+    padding = Buckets(4, 64).choose(np.asarray([5])).num_tokens - 5
+    assert padding > 0
+    assert named(after, "padding_tokens_total") - named(before, "padding_tokens_total") == padding
+    stages = [key for key in after if key.startswith("jaxllm:step_time_seconds_total{")]
+    assert len(stages) == 4
+    assert all(after[key] > before[key] for key in stages)
 
 
 def test_errors(client: openai.OpenAI, model: str):

@@ -155,6 +155,7 @@ def test_every_metric_of_the_dashboard_exists(client: httpx.Client):
     assert len(shown) > 15
     for name in shown:
         assert re.search(rf"^{name}\{{", page, re.MULTILINE), name
+    assert {"jaxllm:step_time_seconds_total", "jaxllm:compiles_after_warm_up_total"} <= shown
     dashboard = json.loads(DASHBOARD.read_text())
     assert dashboard["panels"]
     assert all(panel["targets"] for panel in dashboard["panels"])
