@@ -35,7 +35,6 @@ def build_app(context: Context) -> FastAPI:
     app = FastAPI(
         title="jaxllm",
         version=context.version,
-        root_path=args.root_path,
         openapi_url=None if args.disable_fastapi_docs else "/openapi.json",
         docs_url=None if args.disable_fastapi_docs else "/docs",
         redoc_url=None if args.disable_fastapi_docs else "/redoc",

@@ -35,7 +35,6 @@ class ServeArgs:
         enable_force_include_usage: send usage in every stream.
         enable_per_request_metrics: send times with usage.
         enable_request_id_headers: send X-Request-Id back.
-        enable_server_load_tracking: count requests for /load.
         sse_keep_alive_interval: seconds of silence after which a stream gets a comment; 0 for never.
         max_body_size: bytes; larger requests get 413.
         dev_mode: serve the endpoints that control the engine; never on an open network.
@@ -75,7 +74,6 @@ class ServeArgs:
     enable_force_include_usage: bool = False
     enable_per_request_metrics: bool = False
     enable_request_id_headers: bool = False
-    enable_server_load_tracking: bool = False
     sse_keep_alive_interval: float = 0.0
     max_body_size: int = 2**26
     dev_mode: bool = False
@@ -112,5 +110,7 @@ class ServeArgs:
             raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("--ssl-keyfile and --ssl-certfile go together")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"--root-path must begin with a slash and not end with one, got {self.root_path!r}")
         if not self.response_role:
             raise ValueError("--response-role must not be empty")

@@ -1,5 +1,6 @@
 """Messages to the text of a prompt: what the chat template of a model expects."""
 
+import inspect
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 ContentFormat = Literal["string", "openai"]
 TEXT_PARTS = ("text", "input_text", "output_text")
+_RESERVED = ("messages", "tokenizer", "kwargs")
 _PROBE = "jaxllm-probe"
 
 
@@ -28,6 +30,9 @@ class ChatRenderer:
             tries lists out.
         default_kwargs: variables of the template that a request can override.
         trust_request_templates: whether a request may bring a template of its own.
+
+    Raises:
+        ValueError: for default variables that no template has.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class ChatRenderer:
         self.chat_template = chat_template
         self.default_kwargs = dict(default_kwargs or {})
         self.trust_request_templates = trust_request_templates
+        self._check_variables("--default-chat-template-kwargs", self.default_kwargs)
         self.content_format: ContentFormat = self._detect_format() if content_format == "auto" else content_format
 
     def render(self, body: ChatTemplateBody, tools: bool = True, param: str = "messages") -> str:
@@ -99,12 +105,19 @@ class ChatRenderer:
         for name in ("documents", "reasoning_effort"):
             if (value := getattr(body, name)) is not None:
                 kwargs[name] = value
-        for name in ("conversation", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt"):
-            if name in (body.chat_template_kwargs or {}):
-                raise bad_request(
-                    f"chat_template_kwargs must not hold {name!r}: it is a field of its own", "chat_template_kwargs"
-                )
+        try:
+            self._check_variables("chat_template_kwargs", body.chat_template_kwargs or {})
+        except ValueError as error:
+            raise bad_request(str(error), "chat_template_kwargs") from None
         return kwargs
+
+    def _check_variables(self, field: str, kwargs: Mapping[str, Any]) -> None:
+        """Raise ValueError for what steers the rendering itself and is no variable of the template."""
+        if self.tokenizer is None:
+            return
+        for name in kwargs:
+            if name in _RESERVED or name in inspect.signature(self.tokenizer.apply_chat_template).parameters:
+                raise ValueError(f"{field} must not hold {name!r}: it is no variable of a template")
 
     # What is wrong with a message is a ValueError here; `render` knows where it stands.
 

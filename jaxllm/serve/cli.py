@@ -41,7 +41,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "served_model_name", "chat_template", "chat_template_content_format", "default_chat_template_kwargs",
         "trust_request_chat_template", "response_role", "enable_auto_tool_choice", "tool_call_parser",
         "exclude_tools_when_tool_choice_none", "reasoning_parser", "return_tokens_as_token_ids", "enable_prompt_tokens_details",
-        "enable_force_include_usage", "enable_per_request_metrics", "enable_request_id_headers", "enable_server_load_tracking",
+        "enable_force_include_usage", "enable_per_request_metrics", "enable_request_id_headers",
     ),
     "logs and metrics": (
         "vllm_metric_names", "enable_log_requests", "enable_log_outputs", "max_log_len", "disable_uvicorn_access_log",

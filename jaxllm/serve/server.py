@@ -70,7 +70,7 @@ def address_of(sock: socket.socket, args: ServeArgs) -> str:
         return f"unix:{args.uds}"
     host, port = sock.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    return f"{'https' if args.ssl_certfile else 'http'}://{host}:{port}{args.root_path}"
+    return f"{'https' if args.ssl_certfile else 'http'}://{host}:{port}"
 
 
 class ApiServer:

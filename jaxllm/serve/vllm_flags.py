@@ -43,6 +43,7 @@ NOTED: dict[str, str] = {
     "--kv-cache-metrics": "the lives of blocks are not timed",
     "--enable-mfu-metrics": "FLOPs are not counted",
     "--cudagraph-metrics": "steps have no CUDA graphs",
+    "--enable-server-load-tracking": "/load always counts",
     "--enable-sleep-mode": "/sleep works under --dev-mode",
     "--enable-ssl-refresh": "restart the server for a new certificate",
     "--ssl-cert-reqs": "clients' certificates are not asked for",

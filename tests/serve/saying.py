@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from toy_engine import IM_END, ToyExecutor, hash_next, make_backend_tokenizer
 
+from jaxllm.core.kv_cache_interface import KVCacheConfig
 from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
 
 OPEN, CLOSE = "SAY[", "]YAS"
@@ -45,6 +46,16 @@ def say(context: tuple[int, ...]) -> int:
 
 class SayingExecutor(ToyExecutor):
     next_token = staticmethod(say)
+
+
+class BrokenExecutor(ToyExecutor):
+    def initialize(self) -> KVCacheConfig:
+        raise RuntimeError("the device is on fire")
+
+
+class ImpossibleExecutor(ToyExecutor):
+    def initialize(self) -> KVCacheConfig:
+        raise ValueError("the device is on fire")
 
 
 class SlowExecutor(SayingExecutor):

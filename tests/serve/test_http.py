@@ -1,9 +1,13 @@
 """Keys, limits, CORS, and the routes that generate nothing."""
 
 import re
+import shutil
 import socket
+import ssl
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -188,3 +192,31 @@ def test_the_web_page(client: httpx.Client):
     assert "://" not in page.text.replace("http://www.w3.org", "")
     assert client.get("/nothing.js").status_code == 404
     assert client.post("/").status_code == 405
+
+
+def test_behind_a_proxy_that_takes_a_prefix_away():
+    server = ServerThread(root_path="/api", api_key=("secret",))
+    try:
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            assert client.get("/v1/models").status_code == 401
+            assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+            assert client.get("/health").status_code == 200
+            assert client.get("/").status_code == 200
+            assert client.get("/openapi.json").json()["servers"] == [{"url": "/api"}]
+    finally:
+        assert server.stop() == 0
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl found to make a certificate with")
+def test_https(tmp_path: Path):
+    key, cert = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    subprocess.run([*command, *names], check=True, capture_output=True)
+    server = ServerThread(ssl_keyfile=key, ssl_certfile=cert)
+    try:
+        assert server.url.startswith("https://")
+        response = httpx.post(server.url + "/v1/completions", json=BODY, verify=ssl.create_default_context(cafile=cert))
+        assert response.json()["usage"]["completion_tokens"] == 2
+    finally:
+        assert server.stop() == 0

@@ -111,7 +111,8 @@ def test_start_and_stop():
     with started("--slow") as server:
         url = server.wait_until_ready()
         assert re.fullmatch(r"engine +\d+\.\d s\n", server.out[0])
-        assert re.fullmatch(r"ready after +\d+\.\d s\n", server.out[1])
+        assert re.fullmatch(r"front end +\d+\.\d s\n", server.out[1])
+        assert re.fullmatch(r"ready after +\d+\.\d s\n", server.out[2])
         engine = server.engine()
         sock = stream_of(url)
         server.popen.send_signal(signal.SIGTERM)
@@ -230,3 +231,13 @@ def test_logs():
         assert '"POST /v1/completions HTTP/1.1" 400' in log
         assert "/health" not in log
         assert "twenty characters" not in log
+
+
+@pytest.mark.parametrize(("flag", "code"), [("--broken", 1), ("--impossible", 2)])
+def test_an_engine_that_does_not_start(flag: str, code: int):
+    with started(flag) as server:
+        assert server.wait() == code
+        error = [line for line in server.err if line.startswith("jaxllm.serve: error: ")]
+        assert len(error) == 1
+        assert "the device is on fire" in error[0]
+        assert not any("serving" in line for line in server.out)

@@ -96,6 +96,7 @@ def test_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["--max-body-size", "0"], "--max-body-size must be at least 1, got 0"),
         (["--max-log-len", "-1"], "--max-log-len must be at least 0, got -1"),
         (["--uvicorn-log-level", "loud"], "--uvicorn-log-level must be one of"),
+        (["--root-path", "api/"], "--root-path must begin with a slash and not end with one, got 'api/'"),
         (["--response-role", ""], "--response-role must not be empty"),
         (["--chat-template-content-format", "x"], "must be one of auto, string, openai, got 'x'"),
         (["--allowed-origins", "[1]"], "must be a list of strings, got [1]"),

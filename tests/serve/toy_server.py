@@ -1,6 +1,6 @@
 """Servers for tests: the real HTTP front end and the real engine process, over the toy executor.
 
-Run as a script it is a server of its own: `python toy_server.py [--slow] [flags of jaxllm.serve]`.
+Run as a script it is a server of its own: `python toy_server.py [--slow|--broken|--impossible] [flags of jaxllm.serve]`.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import Any
 
-from saying import SayingExecutor, SlowExecutor
+from saying import BrokenExecutor, ImpossibleExecutor, SayingExecutor, SlowExecutor
 from toy_engine import ToyExecutor, make_config, make_tokenizer
 
 from jaxllm.engine.async_llm import AsyncLLM
@@ -18,6 +18,7 @@ from jaxllm.serve.context import Context
 from jaxllm.serve.server import ApiServer, address_of, bind
 
 MAX_MODEL_LEN = 512
+EXECUTORS = {"--slow": SlowExecutor, "--broken": BrokenExecutor, "--impossible": ImpossibleExecutor}
 
 
 tokenizer = functools.cache(make_tokenizer)
@@ -83,9 +84,9 @@ def main() -> int:
     from jaxllm.serve.cli import main as serve
 
     argv = sys.argv[1:]
-    executor = SayingExecutor
-    if argv[:1] == ["--slow"]:
-        argv, executor = argv[1:], SlowExecutor
+    executor: type[ToyExecutor] = SayingExecutor
+    if argv and argv[0] in EXECUTORS:
+        argv, executor = argv[1:], EXECUTORS[argv[0]]
 
     def start(args: Any, phases: Any) -> AsyncLLM:
         with phases.phase("engine"):
