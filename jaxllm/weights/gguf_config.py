@@ -82,7 +82,10 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         config["rope_scaling"] = scaling
     if get("attention.sliding_window"):
         config["sliding_window"] = get("attention.sliding_window")
-        if architecture != "llama":
+        if architecture == "llama":
+            # GGUF calls Mistral's models "llama" too; of the two, only Mistral's have a window.
+            config["architectures"] = ["MistralForCausalLM"]
+        else:
             config |= {"use_sliding_window": True, "max_window_layers": 0}
     return config
 
