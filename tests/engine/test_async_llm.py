@@ -131,7 +131,7 @@ def test_consumers_that_stop(llm: AsyncLLM) -> None:
 
     async def main() -> None:
         await set_step_time(llm, 0.005)
-        other = asyncio.create_task(collect(stream(llm, [9], "other", max_tokens=60)))
+        other = asyncio.create_task(collect(stream(llm, [9], "other", max_tokens=200)))
 
         async for _ in (broken_off := stream(llm, [5], max_tokens=250)):
             break
@@ -156,7 +156,8 @@ def test_consumers_that_stop(llm: AsyncLLM) -> None:
 
         while (await llm.get_stats()).num_running_reqs > 1:
             await asyncio.sleep(0.001)
-        assert tokens_of(await other) == expected_tokens([9], 60)
+        assert not other.done()  # so they have not just run to their end
+        assert tokens_of(await other) == expected_tokens([9], 200)
 
     run(main())
 
@@ -280,24 +281,36 @@ def test_loop_gets_its_turn_amid_a_large_step(make: Callable[..., AsyncLLM]) -> 
     num_requests = 3 * OUTPUTS_PER_TURN
     llm = make(max_num_seqs=num_requests, max_num_batched_tokens=num_requests, num_blocks=num_requests + 1)
     turns: list[int] = []
+    num_ticks = 0
+    ticks_at: list[int] = []
     process_outputs = llm.output_processor.process_outputs
 
     def counted(outputs: Any, *more: Any) -> Any:
         turns.append(len(outputs))
+        ticks_at.append(num_ticks)
         return process_outputs(outputs, *more)
 
     llm.output_processor.process_outputs = counted  # type: ignore[method-assign]
+
+    async def tick() -> None:
+        nonlocal num_ticks
+        while True:
+            num_ticks += 1
+            await asyncio.sleep(0)
 
     async def main() -> None:
         await llm.pause_generation("keep")
         tasks = [asyncio.create_task(collect(stream(llm, [i % 50 + 3], str(i), max_tokens=1))) for i in range(num_requests)]
         while (await llm.get_stats()).num_waiting_reqs < num_requests:
             await asyncio.sleep(0.005)
+        ticker = asyncio.create_task(tick())
         await llm.resume_generation()
         await asyncio.gather(*tasks)
+        ticker.cancel()
 
     run(main())
     assert turns == [OUTPUTS_PER_TURN] * 3
+    assert ticks_at[0] < ticks_at[1] < ticks_at[2]
 
 
 def test_pause_and_resume(llm: AsyncLLM) -> None:

@@ -167,7 +167,8 @@ def test_abort_reaches_the_step_that_runs(shared: SyncMPClient) -> None:
     shared.collective_rpc("set_step_time", args=(0.5,))
     shared.add_request(request_of("r", [5], max_tokens=60))
     time.sleep(0.05)  # its first step runs
-    shared.abort_requests(["r"])
+    shared.add_request(request_of("s", [6], max_tokens=2))  # not in the scheduler before the step ends
+    shared.abort_requests(["r", "s"])
     assert outputs_of(shared) == {}  # the step's token was dropped
 
 
@@ -475,7 +476,8 @@ def test_parent_is_killed_and_a_fork_of_it_lives() -> None:
     assert script.process.stdout is not None
     fork = int(script.process.stdout.readline())
     try:
-        assert script.process.stdout.readline() == f"{expected_tokens([6], 3)}\n"  # its end did not end the engine core
+        assert script.process.stdout.readline() == f"{expected_tokens([6], 3)}\n"  # its end ended nothing here
+        assert os.path.exists(script.folder)
         script.process.kill()
         script.process.wait()
         wait_until(lambda: not is_alive(script.engine_pid), "the end of the engine core's process")
