@@ -130,6 +130,13 @@ def test_flags_of_vllm():
     assert all(why for why in NOTED.values())
 
 
+def test_the_documentation_lists_them():
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    for flag, why in {**NOTED, **{flag: why for flag, (_, why) in REFUSED.items()}}.items():
+        [line] = [line for line in text.splitlines() if f"`{flag}`" in line and line.startswith("|")]
+        assert line.endswith(f"| {why} |")
+
+
 def test_help_is_grouped(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as caught:
         parse(["--help"])
