@@ -69,7 +69,7 @@ def address_of(sock: socket.socket, args: ServeArgs) -> str:
     if args.uds is not None:
         return f"unix:{args.uds}"
     host, port = sock.getsockname()[:2]
-    host = f"[{host}]" if ":" in host else host
+    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{'https' if args.ssl_certfile else 'http'}://{host}:{port}"
 
 
