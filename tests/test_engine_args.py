@@ -38,7 +38,7 @@ def test_defaults(model):
     assert config.model.max_model_len == 512
     assert config.model.eos_token_ids == (7, 8, 9)
     assert config.model.generation_defaults == {"temperature": 0.6, "top_p": 0.9, "max_tokens": 33}
-    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (128, 2048)
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (128, 512)
     assert config.cache.block_size == 32
     assert config.scheduler.full_sequence_must_fit
 
@@ -95,7 +95,7 @@ def test_limits_follow_each_other(model):
 def test_bucket_sizes_end_at_the_limits(model):
     config = make(model, max_num_seqs=24, cudagraph_capture_sizes=[8, 64, 1], compile_sizes=[128])
     assert config.cudagraph_capture_sizes == (1, 8, 24)
-    assert config.compile_sizes == (128, 2048)
+    assert config.compile_sizes == (128, 512)
 
 
 def test_enforce_eager_is_noted(model, caplog):
