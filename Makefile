@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up they need, in .venv, and reuse it the next time.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format lock clean
+.PHONY: help demo serve test test-slow lint format lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,6 +16,9 @@ help: ## list the targets
 
 demo: $(VENV)/.demo ## answer a batch of chat prompts with a real model
 	@$(BIN)/python examples/demo.py
+
+serve: $(VENV)/.demo ## serve the demo model on port 8000; flags in ARGS
+	@exec $(BIN)/python -m jaxllm.serve $(ARGS)
 
 test: $(VENV)/.dev ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
@@ -46,10 +49,10 @@ $(VENV)/.uv:
 
 $(VENV)/.demo: $(VENV)/.uv pyproject.toml uv.lock
 	@echo "installing jaxllm into $(VENV)"
-	@$(SYNC) --no-dev --extra demo --extra bench
+	@$(SYNC) --no-dev --extra demo --extra bench --extra serve
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml uv.lock
 	@echo "installing jaxllm and the development tools into $(VENV)"
-	@$(SYNC) --extra demo --extra bench
+	@$(SYNC) --extra demo --extra bench --extra serve
 	@touch $@

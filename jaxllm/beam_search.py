@@ -1,4 +1,4 @@
-"""Beam search: a client of `LLM.generate`, which extends all beams by one token at a time.
+"""Beam search: a client of `generate`, which extends all beams by one token at a time.
 
 Beams share their past through the prefix cache.
 """
@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jaxllm.config import check_at_least
+from jaxllm.config import ModelConfig, check_at_least
 from jaxllm.engine.input_processor import Prompt, TokensPrompt
-from jaxllm.outputs import LogprobsOnePosition
+from jaxllm.outputs import LogprobsOnePosition, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from jaxllm.llm import LLM
 
 
@@ -78,13 +80,80 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_search(llm: "LLM", prompts: Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool) -> list[BeamSearchOutput]:
-    """See `LLM.beam_search`.
+class BeamSearch:
+    """The search over some prompts, without what runs it:
 
-    Raises:
-        ValueError: if the engine's `max_logprobs` or `logprobs_mode` does not suffice; and as `LLM.generate`.
+        while prompts := search.live_prompts():
+            search.advance([the output of one token for each, under search.one_token])
+        search.results(tokenizer)
+
+    Args:
+        prompts: token ids, checked.
     """
-    model = llm.engine.config.model
+
+    def __init__(self, model: ModelConfig, prompts: Sequence[list[int]], params: BeamSearchParams) -> None:
+        check_beam_search(model, params)
+        self.model = model
+        self.params = params
+        self.one_token = SamplingParams(
+            logprobs=min(2 * params.beam_width, model.decoder.vocab_size), max_tokens=1, temperature=params.temperature
+        )
+        self.eos_token_ids = () if params.ignore_eos else model.eos_token_ids
+        self.num_tokens = 0
+        self.live = [[BeamSearchSequence(prompt)] for prompt in prompts]
+        self.ended: list[list[BeamSearchSequence]] = [[] for _ in prompts]
+
+    def _beams(self) -> list[tuple[int, BeamSearchSequence]]:
+        return [(i, beam) for i, of_prompt in enumerate(self.live) for beam in of_prompt]
+
+    def live_prompts(self) -> list[TokensPrompt]:
+        """The beams that can be extended; none when the search is over."""
+        if self.num_tokens == self.params.max_tokens:
+            return []
+        longest = self.model.max_model_len
+        for i, of_prompt in enumerate(self.live):  # a beam that fills the model cannot be extended
+            self.ended[i] += [beam for beam in of_prompt if len(beam.tokens) >= longest]
+            self.live[i] = [beam for beam in of_prompt if len(beam.tokens) < longest]
+        return [TokensPrompt(prompt_token_ids=beam.tokens) for _, beam in self._beams()]
+
+    def advance(self, outputs: Sequence[RequestOutput]) -> None:
+        """Extend the beams by the outputs of `live_prompts`, in the same order."""
+        candidates: list[list[BeamSearchSequence]] = [[] for _ in self.live]
+        for (i, beam), output in zip(self._beams(), outputs, strict=True):
+            logprobs = output.outputs[0].logprobs
+            assert logprobs is not None
+            for token_id in logprobs[0]:
+                longer = beam.extended(token_id, logprobs[0])
+                if token_id not in self.eos_token_ids:
+                    candidates[i].append(longer)
+                    continue
+                longer.finish_reason, longer.stop_reason = "stop", token_id
+                if not self.params.include_stop_str_in_output:
+                    longer.tokens.pop()
+                self.ended[i].append(longer)
+        width = self.params.beam_width
+        self.live = [sorted(of_prompt, key=lambda beam: beam.cum_logprob, reverse=True)[:width] for of_prompt in candidates]
+        self.num_tokens += 1
+
+    def results(self, tokenizer: "PreTrainedTokenizerFast | None") -> list[BeamSearchOutput]:
+        """The best sequences of each prompt."""
+        results = []
+        for of_prompt, done in zip(self.live, self.ended, strict=True):
+            best = sorted([*done, *of_prompt], key=self._score, reverse=True)[: self.params.beam_width]
+            for beam in best:
+                beam.finish_reason = beam.finish_reason or "length"
+                if tokenizer is not None:
+                    beam.text = tokenizer.decode(beam.tokens)
+            results.append(BeamSearchOutput(best))
+        return results
+
+    def _score(self, beam: BeamSearchSequence) -> float:
+        length = len(beam.tokens) - (beam.stop_reason is not None and self.params.include_stop_str_in_output)
+        return beam.cum_logprob / length**self.params.length_penalty
+
+
+def check_beam_search(model: ModelConfig, params: BeamSearchParams) -> None:
+    """Raise ValueError if the engine's `max_logprobs` or `logprobs_mode` does not suffice."""
     if model.max_logprobs != -1 and 2 * params.beam_width > model.max_logprobs:
         raise ValueError(f"beam_width must be at most half of max_logprobs {model.max_logprobs}, got {params.beam_width}")
     if params.temperature not in (0.0, 1.0) and model.logprobs_mode != "processed_logprobs":
@@ -92,49 +161,19 @@ def beam_search(llm: "LLM", prompts: Sequence[Prompt], params: BeamSearchParams,
             f"temperature must be 0 or 1 under logprobs_mode {model.logprobs_mode!r}, got {params.temperature}; "
             "other values need 'processed_logprobs'"
         )
-    one_token = SamplingParams(
-        logprobs=min(2 * params.beam_width, model.decoder.vocab_size), max_tokens=1, temperature=params.temperature
-    )
+
+
+def beam_search(llm: "LLM", prompts: Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool) -> list[BeamSearchOutput]:
+    """See `LLM.beam_search`.
+
+    Raises:
+        ValueError: if the engine's `max_logprobs` or `logprobs_mode` does not suffice; and as `LLM.generate`.
+    """
+    model = llm.engine.config.model
+    check_beam_search(model, params)
+    one_token = SamplingParams(max_tokens=1)
     checked = [llm.engine.check_request("beam", prompt, one_token) for prompt in prompts]
-    live = [[BeamSearchSequence(one.request.prompt_token_ids)] for one in checked]
-    ended: list[list[BeamSearchSequence]] = [[] for _ in live]
-    eos_token_ids = () if params.ignore_eos else model.eos_token_ids
-
-    for _ in range(params.max_tokens):
-        for i, of_prompt in enumerate(live):  # a beam that fills the model cannot be extended
-            ended[i] += [beam for beam in of_prompt if len(beam.tokens) >= model.max_model_len]
-            live[i] = [beam for beam in of_prompt if len(beam.tokens) < model.max_model_len]
-        beams = [(i, beam) for i, of_prompt in enumerate(live) for beam in of_prompt]
-        if not beams:
-            break
-        tokens = [TokensPrompt(prompt_token_ids=beam.tokens) for _, beam in beams]
-        candidates: list[list[BeamSearchSequence]] = [[] for _ in live]
-        for (i, beam), output in zip(beams, llm.generate(tokens, one_token, use_tqdm=use_tqdm), strict=True):
-            logprobs = output.outputs[0].logprobs
-            assert logprobs is not None
-            for token_id in logprobs[0]:
-                longer = beam.extended(token_id, logprobs[0])
-                if token_id not in eos_token_ids:
-                    candidates[i].append(longer)
-                    continue
-                longer.finish_reason, longer.stop_reason = "stop", token_id
-                if not params.include_stop_str_in_output:
-                    longer.tokens.pop()
-                ended[i].append(longer)
-        live = [
-            sorted(of_prompt, key=lambda beam: beam.cum_logprob, reverse=True)[: params.beam_width] for of_prompt in candidates
-        ]
-
-    def score(beam: BeamSearchSequence) -> float:
-        length = len(beam.tokens) - (beam.stop_reason is not None and params.include_stop_str_in_output)
-        return beam.cum_logprob / length**params.length_penalty
-
-    results = []
-    for of_prompt, done in zip(live, ended, strict=True):
-        best = sorted([*done, *of_prompt], key=score, reverse=True)[: params.beam_width]
-        for beam in best:
-            beam.finish_reason = beam.finish_reason or "length"
-            if llm.engine.tokenizer is not None:
-                beam.text = llm.engine.tokenizer.decode(beam.tokens)
-        results.append(BeamSearchOutput(best))
-    return results
+    search = BeamSearch(model, [one.request.prompt_token_ids for one in checked], params)
+    while live := search.live_prompts():
+        search.advance(llm.generate(live, search.one_token, use_tqdm=use_tqdm))
+    return search.results(llm.engine.tokenizer)

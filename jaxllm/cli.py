@@ -17,6 +17,9 @@ DEFAULT_MAX_TOKENS = 16  # of `generate`; a chat may use all that the model's le
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code. A caller's mistake is one line on standard error and the code 2."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["serve"]:
+        return _serve(argv[1:])
     args = _parser().parse_args(argv)
     logging.basicConfig(
         level=logging.INFO if args.verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -52,6 +55,8 @@ def _parser() -> ArgumentParser:
         _add_sampling_args(command)
         add_engine_args(command)
 
+    commands.add_parser("serve", help="serve a model over HTTP; see `jaxllm serve --help`")
+
     convert = commands.add_parser("convert", help="write a model as an Orbax checkpoint folder")
     convert.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, a hub id, or an alias")
     convert.add_argument("out", metavar="OUT", help="the folder to make")
@@ -61,6 +66,15 @@ def _parser() -> ArgumentParser:
     for command in (generate, chat, convert):
         command.add_argument("--verbose", "-v", action="store_true", help="log what happens")
     return parser
+
+
+def _serve(argv: Sequence[str]) -> int:
+    try:
+        from jaxllm.serve.cli import main as serve
+    except ModuleNotFoundError as error:
+        print(f"jaxllm serve: error: {error.name} is missing: pip install 'jaxllm[serve]'", file=sys.stderr)
+        return 2
+    return serve(argv)
 
 
 def _add_sampling_args(parser: argparse.ArgumentParser) -> None:

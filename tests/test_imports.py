@@ -29,6 +29,8 @@ ALLOWED = {
     ("__main__", "cli"),
     ("tokenizer", "weights"),
     ("beam_search", "llm"),
+    ("serve", "beam_search"),
+    ("cli", "serve"),
 }
 PURE = ("core", "config", "sampling_params", "outputs")
 THIRD_PARTY_HOMES = {
@@ -36,10 +38,14 @@ THIRD_PARTY_HOMES = {
     "flax": {"layers", "models", "worker"},
     "orbax": {"weights"},
     "fastapi": {"serve"},
-    "msgspec": {"engine"},
-    "zmq": {"engine"},
+    "pydantic": {"serve"},
+    "starlette": {"serve"},
+    "uvicorn": {"serve"},
+    "uvloop": {"serve"},
     "aiohttp": {"bench"},
     "matplotlib": {"bench"},
+    "msgspec": {"engine", "serve"},
+    "zmq": {"engine"},
     "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat"},
 }
 

@@ -81,6 +81,22 @@ class SchedulerOutput:
     preempted_req_ids: set[str] = field(default_factory=set)
 
 
+class WorkerStepStats(NamedTuple):
+    """What a step cost the workers.
+
+    Attributes:
+        dispatch_time: seconds until the step was handed to the device: rows, packing, upload.
+        wait_time: seconds from then until its results were on the host.
+        num_padding_tokens: computed for nobody, to fill the bucket.
+        num_compiles: programs compiled since the engine was ready, in all steps; a fault if it is not 0.
+    """
+
+    dispatch_time: float = 0.0
+    wait_time: float = 0.0
+    num_padding_tokens: int = 0
+    num_compiles: int = 0
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """What the workers made of one SchedulerOutput.
@@ -92,6 +108,7 @@ class ModelRunnerOutput:
         logprobs: of the sampled tokens of all rows that asked for them, concatenated; see `logprobs_start`.
         logprobs_start: for a request that asked for logprobs, its first position in `logprobs`.
         prompt_logprobs: for a request whose prefill ended in this step, those of prompt tokens 1 to the last.
+        stats: None where nobody counts.
     """
 
     req_ids: list[str] = field(default_factory=list)
@@ -100,6 +117,7 @@ class ModelRunnerOutput:
     logprobs: LogprobsLists | None = None
     logprobs_start: dict[str, int] = field(default_factory=dict)
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
+    stats: WorkerStepStats | None = None
 
 
 EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()

@@ -99,14 +99,31 @@ class PrefixCacheStats:
 
 
 @dataclass(slots=True)
+class StepStats:
+    """Where the time of a step went, in seconds; the rest as in WorkerStepStats."""
+
+    schedule_time: float = 0.0
+    dispatch_time: float = 0.0
+    wait_time: float = 0.0
+    update_time: float = 0.0
+    num_padding_tokens: int = 0
+    num_compiles: int = 0
+
+
+@dataclass(slots=True)
 class SchedulerStats:
-    """The state of the scheduler after a step."""
+    """The state of the scheduler after a step.
+
+    Attributes:
+        step: None if there was no step, or its executor does not count.
+    """
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
     kv_cache_usage: float = 0.0
     num_preemptions: int = 0
     prefix_cache_stats: PrefixCacheStats = field(default_factory=PrefixCacheStats)
+    step: StepStats | None = None
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from jaxllm.engine.engine_args import EngineArgs, parse_unknown
@@ -111,21 +111,63 @@ def _converter(annotation: Any) -> Callable[[str], Any]:
     return annotation
 
 
+class _Strings(argparse.Action):
+    """One or more values, or a JSON list of them."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if len(values) == 1 and values[0].startswith("["):
+            try:
+                values = json.loads(values[0])
+            except json.JSONDecodeError as error:
+                raise argparse.ArgumentError(self, f"invalid JSON {values[0]!r}: {error}") from error
+            if not all(isinstance(value, str) for value in values):
+                raise argparse.ArgumentError(self, f"must be a list of strings, got {values!r}")
+        setattr(namespace, self.dest, tuple(values))
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def add_fields(group: Any, cls: type, names: Sequence[str] | None = None) -> None:
+    """Add a flag for fields of a dataclass, with what its docstring says of them.
+
+    Args:
+        group: a parser or a group of one.
+        names: the fields; None for all.
+    """
+    docs = attribute_docs(cls)
+    hints = typing.get_type_hints(cls)
+    for field in fields(cls):
+        if names is not None and field.name not in names:
+            continue
+        text = docs.get(field.name, "").replace("%", "%%")
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        options: dict[str, Any] = {"default": default, "help": text}
+        if hints[field.name] is bool:
+            group.add_argument(flag_of(field.name), action=argparse.BooleanOptionalAction, **options)
+            continue
+        if default not in (None, (), "", {}):
+            options["help"] += f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
+        if typing.get_origin(hints[field.name]) is tuple:
+            group.add_argument(flag_of(field.name), nargs="+", action=_Strings, metavar="X", **options)
+        else:
+            group.add_argument(flag_of(field.name), type=_converter(hints[field.name]), metavar="X", **options)
+
+
 def add_engine_args(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of EngineArgs."""
-    group = parser.add_argument_group("engine")
-    docs = attribute_docs(EngineArgs)
-    hints = typing.get_type_hints(EngineArgs)
-    for field in fields(EngineArgs):
-        flag = "--" + field.name.replace("_", "-")
-        text = docs.get(field.name, "").replace("%", "%%")
-        if hints[field.name] is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default, help=text)
-        else:
-            shown = "" if field.default is None else f" (default: {field.default})"
-            group.add_argument(flag, type=_converter(hints[field.name]), default=field.default, metavar="X", help=text + shown)
+    add_fields(parser.add_argument_group("engine"), EngineArgs)
+
+
+def fields_of[T](namespace: argparse.Namespace, cls: type[T]) -> T:
+    """An object of the fields among parsed flags."""
+    return cls(**{field.name: getattr(namespace, field.name) for field in fields(cls)})  # type: ignore[arg-type]  # a dataclass
 
 
 def engine_args_of(namespace: argparse.Namespace) -> EngineArgs:
     """The EngineArgs among parsed flags."""
-    return EngineArgs(**{field.name: getattr(namespace, field.name) for field in fields(EngineArgs)})
+    return fields_of(namespace, EngineArgs)

@@ -12,7 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.core.request import Request, RequestStatus
 from jaxllm.core.scheduler import Scheduler
-from jaxllm.core.types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
+from jaxllm.core.types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats, StepStats
 from jaxllm.engine.errors import EngineDeadError
 from jaxllm.executor.abstract import Executor
 
@@ -110,14 +110,18 @@ class EngineCore:
         if not self.has_work():
             return {}
         with self._failure_is_final():
-            scheduler_output = self.scheduler.schedule(time.monotonic())
+            start = time.monotonic()
+            scheduler_output = self.scheduler.schedule(start)
+            schedule_time = time.monotonic() - start
             model_runner_output = self.executor.execute_model(scheduler_output)
-            outputs = self._update(scheduler_output, model_runner_output)
+            outputs = self._update(scheduler_output, model_runner_output, schedule_time)
             if self._drain_actions and not self.scheduler.has_unfinished_requests():
                 self._end_drain()
             return outputs
 
-    def _update(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+    def _update(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, schedule_time: float
+    ) -> dict[int, EngineCoreOutputs]:
         # Before the outputs are looked at, so that an aborted request gives none.
         while not self.queued_aborts.empty():
             self.abort_requests(self.queued_aborts.get())
@@ -127,7 +131,16 @@ class EngineCore:
             if not outputs:
                 outputs[0] = EngineCoreOutputs(timestamp=now)
             # One front end counts for all.
-            next(iter(outputs.values())).scheduler_stats = self.scheduler.make_stats()
+            stats = next(iter(outputs.values())).scheduler_stats = self.scheduler.make_stats()
+            if (worker := model_runner_output.stats) is not None:
+                stats.step = StepStats(
+                    schedule_time,
+                    worker.dispatch_time,
+                    worker.wait_time,
+                    time.monotonic() - now,
+                    worker.num_padding_tokens,
+                    worker.num_compiles,
+                )
         return outputs
 
     def check_alive(self) -> None:

@@ -159,7 +159,7 @@ class Counter:
 
     name: str
     documentation: str
-    value: int = 0
+    value: float = 0
     labels: dict[str, str] = field(default_factory=dict)
 
 
@@ -245,6 +245,12 @@ class EngineMetrics:
             error.limit: counter("admission_rejections", "Requests refused for want of room, by limit.", reason=error.limit)
             for error in (QueueOverflowError, MaxQueuedTokensError)
         }
+        self.step_time = {
+            stage: counter("step_time_seconds", "Seconds of the steps, by what they went to.", stage=stage)
+            for stage in ("schedule", "dispatch", "wait", "update")
+        }
+        self.padding_tokens = counter("padding_tokens", "Tokens computed for nobody, to fill buckets.")
+        self.compiles_after_warm_up = counter("compiles_after_warm_up", "Programs compiled since the start; a fault if not 0.")
         self.iteration_tokens = histogram("iteration_tokens_total", "Tokens of a step.", ITERATION_TOKENS_BUCKETS)
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", TIME_TO_FIRST_TOKEN_BUCKETS
@@ -282,6 +288,11 @@ class EngineMetrics:
             self.kv_cache_usage.value = scheduler.kv_cache_usage
             self.prefix_cache_queries.value += scheduler.prefix_cache_stats.queries
             self.prefix_cache_hits.value += scheduler.prefix_cache_stats.hits
+            if (step := scheduler.step) is not None:
+                for stage, counter in self.step_time.items():
+                    counter.value += getattr(step, stage + "_time")
+                self.padding_tokens.value += step.num_padding_tokens
+                self.compiles_after_warm_up.value = step.num_compiles
         self.num_preemptions.value += iteration.num_preemptions
         self.prompt_tokens.value += iteration.num_prompt_tokens
         self.prompt_tokens_cached.value += iteration.num_cached_tokens

@@ -25,6 +25,7 @@ from jaxllm.core.types import (
     FinishReason,
     PrefixCacheStats,
     SchedulerStats,
+    StepStats,
 )
 from jaxllm.engine.errors import EngineDeadError
 from jaxllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
@@ -64,7 +65,9 @@ class CallFailure:
         return RuntimeError(f"{self.kind}: {self.message}")
 
 
-_DATACLASSES = {cls.__name__: cls for cls in (CallFailure, PrefixCacheStats, RepetitionDetectionParams, SchedulerStats)}
+_DATACLASSES = {
+    cls.__name__: cls for cls in (CallFailure, PrefixCacheStats, RepetitionDetectionParams, SchedulerStats, StepStats)
+}
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode

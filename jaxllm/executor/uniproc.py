@@ -1,6 +1,9 @@
 """UniProcExecutor: one worker in this process drives every local device through the mesh."""
 
-from collections.abc import Mapping, Sequence
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jaxllm.config import EngineConfig
@@ -8,6 +11,16 @@ from jaxllm.core.kv_cache_interface import KVCacheConfig
 from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.executor.abstract import Executor
 from jaxllm.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _timed(phase: str) -> Iterator[None]:
+    """Log how long a phase of the start took."""
+    start = time.perf_counter()
+    yield
+    logger.info("%s: %.1f s", phase, time.perf_counter() - start)
 
 
 class UniProcExecutor(Executor):
@@ -26,11 +39,16 @@ class UniProcExecutor(Executor):
 
     def initialize(self) -> KVCacheConfig:
         worker = self.worker
-        worker.init_device()
-        worker.load_model()
-        kv_cache_config = worker.determine_available_memory()
-        worker.init_kv_cache()
-        worker.compile_and_warm_up()
+        with _timed("devices"):
+            worker.init_device()
+        with _timed("weights"):
+            worker.load_model()
+        with _timed("memory"):
+            kv_cache_config = worker.determine_available_memory()
+        with _timed("KV cache"):
+            worker.init_kv_cache()
+        with _timed("compilation and warm-up"):
+            worker.compile_and_warm_up()
         return kv_cache_config
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:

@@ -1,6 +1,7 @@
 """ModelRunner: a SchedulerOutput becomes padded arrays, one dispatch, and a ModelRunnerOutput."""
 
 import logging
+import time
 from dataclasses import dataclass
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig
-from jaxllm.core.output import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput, SchedulerOutput
+from jaxllm.core.output import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput, SchedulerOutput, WorkerStepStats
 from jaxllm.models.graph import ModelGraph
 from jaxllm.sample.logprobs import LogprobsArrays, concatenate, sampled_logprobs
 from jaxllm.sample.state import default_seed, pack_row
@@ -36,6 +37,7 @@ class StepInFlight:
     """
 
     scheduler_output: SchedulerOutput
+    bucket: Bucket
     req_ids: list[str]
     counts: np.ndarray
     sampled: np.ndarray
@@ -138,8 +140,18 @@ class ModelRunner:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step and wait for it."""
+        start = time.monotonic()
         step = self.dispatch(scheduler_output)
-        return EMPTY_MODEL_RUNNER_OUTPUT if step is None else self.collect(step)
+        if step is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        dispatched = time.monotonic()
+        output = self.collect(step)
+        output.stats = WorkerStepStats(
+            dispatched - start,
+            time.monotonic() - dispatched,
+            step.bucket.num_tokens - scheduler_output.total_num_scheduled_tokens,
+        )
+        return output
 
     def dispatch(self, scheduler_output: SchedulerOutput) -> StepInFlight | None:
         """Start one step; None if it has no tokens."""
@@ -149,7 +161,7 @@ class ModelRunner:
         req_ids, counts = self.batch.order(scheduler_output)
         bucket = self.buckets.choose(counts, mixed=self.prompt_logprobs.wanted(req_ids))
         vector, sampled = self.batch.pack(self.layout(bucket), scheduler_output, req_ids, counts)
-        return StepInFlight(scheduler_output, req_ids, counts, sampled, self._run(bucket, vector))
+        return StepInFlight(scheduler_output, bucket, req_ids, counts, sampled, self._run(bucket, vector))
 
     def collect(self, step: StepInFlight) -> ModelRunnerOutput:
         """Wait for a step and bring its results to the host."""

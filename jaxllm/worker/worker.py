@@ -155,7 +155,10 @@ class Worker:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
-        return self.runner.execute_model(scheduler_output)
+        output = self.runner.execute_model(scheduler_output)
+        if output.stats is not None:
+            output.stats = output.stats._replace(num_compiles=self.compile_counter.count)
+        return output
 
     def num_compiles_after_warm_up(self) -> int:
         """Programs compiled since the engine was ready; 0 unless something is wrong."""

@@ -3,10 +3,13 @@
 from typing import Any
 
 import pytest
-from toy_engine import make_config, make_engine, run
+from toy_engine import ToyExecutor, make_config, make_engine, run
 from transformers import PreTrainedTokenizerFast
 
-from jaxllm.engine.metrics import Histogram, one_two_five
+from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput, WorkerStepStats
+from jaxllm.core.types import SchedulerStats, StepStats
+from jaxllm.engine.llm_engine import LLMEngine
+from jaxllm.engine.metrics import EngineMetrics, Histogram, IterationStats, one_two_five
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -105,3 +108,31 @@ def test_no_statistics() -> None:
     assert run(engine)[-1].metrics is None
     with pytest.raises(ValueError, match="disable_log_stats"):
         engine.get_metrics()
+
+
+def test_where_the_time_of_steps_went() -> None:
+    metrics = EngineMetrics(64)
+    for num_compiles in (0, 1):
+        step = StepStats(0.5, 1.0, 2.0, 0.25, 7, num_compiles)
+        metrics.record(SchedulerStats(step=step), IterationStats(0.0))
+    metrics.record(SchedulerStats(), IterationStats(0.0))
+    stages = {stage: counter.value for stage, counter in metrics.step_time.items()}
+    assert stages == {"schedule": 1.0, "dispatch": 2.0, "wait": 4.0, "update": 0.5}
+    assert (metrics.padding_tokens.value, metrics.compiles_after_warm_up.value) == (14, 1)
+
+
+def test_a_step_tells_what_it_cost() -> None:
+    class CountingExecutor(ToyExecutor):
+        def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+            output = super().execute_model(scheduler_output)
+            output.stats = WorkerStepStats(1.0, 2.0, 3, 4)
+            return output
+
+    engine = LLMEngine(make_config(), None, CountingExecutor)
+    engine.add_request("a", [5, 6], SamplingParams(max_tokens=2))
+    run(engine)
+    got = values_of(engine)
+    assert (got["step_time_seconds/dispatch"].value, got["step_time_seconds/wait"].value) == (2.0, 4.0)
+    assert got["step_time_seconds/schedule"].value > 0
+    assert got["step_time_seconds/update"].value > 0
+    assert (got["padding_tokens"].value, got["compiles_after_warm_up"].value) == (6, 4)

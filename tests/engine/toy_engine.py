@@ -18,6 +18,7 @@ from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.executor.abstract import Executor
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 EOS, IM_START, IM_END = 0, 1, 2
@@ -32,11 +33,10 @@ _TEMPLATE = (
 )
 
 
-def make_tokenizer() -> "PreTrainedTokenizerFast":
+def make_backend_tokenizer() -> "Tokenizer":
     """256 bytes, three special tokens and some words; the last ids of the model's vocabulary have no text."""
     # Here, so that an engine core's process, which imports this module for the executor, starts quickly.
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,7 +48,15 @@ def make_tokenizer() -> "PreTrainedTokenizerFast":
         show_progress=False,
     )
     tokenizer.train_from_iterator(_TEXT, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", chat_template=_TEMPLATE)
+    return tokenizer
+
+
+def make_tokenizer() -> "PreTrainedTokenizerFast":
+    """The same, as a front end has it."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend = make_backend_tokenizer()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", chat_template=_TEMPLATE)
 
 
 def make_config(

@@ -1,0 +1,8 @@
+"""`python -m jaxllm.serve`."""
+
+import sys
+
+from jaxllm.serve.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
