@@ -326,6 +326,7 @@ class SchedulerConfig:
         long_prefill_token_threshold: most tokens of one request in a step when there are others; 0 for no limit.
         full_sequence_must_fit: admit a request only if all its known tokens fit in the free blocks, not just its first chunk.
         num_lookahead_tokens: slots allocated beyond the scheduled tokens, for drafts.
+        async_scheduling: schedule and dispatch a step before the tokens of the one before it are on the host.
     """
 
     max_num_seqs: int = 256
@@ -336,6 +337,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     full_sequence_must_fit: bool = True
     num_lookahead_tokens: int = 0
+    async_scheduling: bool = True
 
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)

@@ -2,6 +2,7 @@
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -9,12 +10,13 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from jaxllm.config import EngineConfig
-from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
+from jaxllm.core.async_scheduler import AsyncScheduler
+from jaxllm.core.output import SchedulerOutput
 from jaxllm.core.request import Request, RequestStatus
 from jaxllm.core.scheduler import Scheduler
 from jaxllm.core.types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats, StepStats
 from jaxllm.engine.errors import EngineDeadError
-from jaxllm.executor.abstract import Executor
+from jaxllm.executor.abstract import Executor, StepHandle
 
 PauseMode = Literal["abort", "wait", "keep"]
 # What `sleep` puts to sleep and `wake_up` wakes.
@@ -47,6 +49,9 @@ class EngineCore:
         self._paused = False
         self.asleep: set[str] = set()
         self.queued_aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        # Steps that were started and not read yet, the oldest first, with the seconds that scheduling them took.
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
+        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._undelivered: dict[int, EngineCoreOutputs] = {}
         # While it drains before a pause: what is to be done at the end, and the requests that came since.
         self._drain_actions: list[tuple[Callable[[], None], Future[None]]] = []
@@ -54,7 +59,8 @@ class EngineCore:
         self.executor = executor_class(config)
         try:
             self.kv_cache_config = self.executor.initialize()
-            self.scheduler = Scheduler(config.scheduler, config.cache, self.kv_cache_config)
+            scheduler_class = AsyncScheduler if config.scheduler.async_scheduling else Scheduler
+            self.scheduler = scheduler_class(config.scheduler, config.cache, self.kv_cache_config)
         except BaseException:
             self.executor.shutdown()
             raise
@@ -95,13 +101,16 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step has anything to do."""
-        return not self._paused and self.scheduler.has_requests()
+        return not self._paused and (self.scheduler.has_requests() or bool(self._in_flight))
 
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Schedule, execute, update.
 
+        With asynchronous scheduling a step is started before the one before it is read, so that the devices have their next work
+        while the host is busy with what came of the last.
+
         Returns:
-            Outputs of each front end; empty if there was nothing to do.
+            Outputs of each front end; empty if there was nothing to do, or nothing to read yet.
 
         Raises:
             EngineDeadError: if the step failed, or an earlier one did. What the device holds is then not known.
@@ -110,24 +119,34 @@ class EngineCore:
         if not self.has_work():
             return {}
         with self._failure_is_final():
-            start = time.monotonic()
-            scheduler_output = self.scheduler.schedule(start)
-            schedule_time = time.monotonic() - start
-            model_runner_output = self.executor.execute_model(scheduler_output)
-            outputs = self._update(scheduler_output, model_runner_output, schedule_time)
+            started = self._start_step()
+            outputs = {}
+            if not started or len(self._in_flight) == self._max_in_flight:
+                outputs = self._finish_step()
             if self._drain_actions and not self.scheduler.has_unfinished_requests():
                 self._end_drain()
             return outputs
 
-    def _update(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, schedule_time: float
-    ) -> dict[int, EngineCoreOutputs]:
+    def _start_step(self) -> bool:
+        """Schedule and start the next step; False if there is none."""
+        if not self.scheduler.has_requests():
+            return False
+        start = time.monotonic()
+        scheduler_output = self.scheduler.schedule(start)
+        schedule_time = time.monotonic() - start
+        self._in_flight.append((scheduler_output, self.executor.start_model(scheduler_output), schedule_time))
+        return True
+
+    def _finish_step(self, with_stats: bool = True) -> dict[int, EngineCoreOutputs]:
+        """Wait for the oldest step in flight and take in its output."""
+        scheduler_output, handle, schedule_time = self._in_flight.popleft()
+        model_runner_output = handle.result()
         # Before the outputs are looked at, so that an aborted request gives none.
         while not self.queued_aborts.empty():
             self.abort_requests(self.queued_aborts.get())
         now = time.monotonic()
         outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output, now)
-        if self.log_stats:
+        if self.log_stats and with_stats:
             if not outputs:
                 outputs[0] = EngineCoreOutputs(timestamp=now)
             # One front end counts for all.
@@ -142,6 +161,16 @@ class EngineCore:
                     worker.num_compiles,
                 )
         return outputs
+
+    def _finish_all_steps(self) -> None:
+        """Let no step be in flight; what comes of them is delivered by `take_undelivered`, statistics with the next step."""
+        while self._in_flight:
+            with self._failure_is_final():
+                outputs = self._finish_step(with_stats=False)
+            for client_index, late in outputs.items():
+                outputs_of, finished_requests = self._undelivered_of(client_index, late.timestamp)
+                outputs_of += late.outputs
+                finished_requests |= late.finished_requests or set()
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if a step has failed."""
@@ -172,13 +201,16 @@ class EngineCore:
 
     def _tell_ended(self, request: Request, output: EngineCoreOutput | None = None) -> None:
         """Let the front end know, with `take_undelivered`, that a request has ended."""
-        outputs = self._undelivered.setdefault(
-            request.client_index, EngineCoreOutputs(timestamp=time.monotonic(), finished_requests=set())
-        )
-        assert outputs.finished_requests is not None
-        outputs.finished_requests.add(request.request_id)
+        outputs, finished_requests = self._undelivered_of(request.client_index, time.monotonic())
+        finished_requests.add(request.request_id)
         if output is not None:
-            outputs.outputs.append(output)
+            outputs.append(output)
+
+    def _undelivered_of(self, client_index: int, timestamp: float) -> tuple[list[EngineCoreOutput], set[str]]:
+        """Outputs and ended requests that the front end gets with `take_undelivered`, to add to."""
+        outputs = self._undelivered.setdefault(client_index, EngineCoreOutputs(timestamp=timestamp, finished_requests=set()))
+        assert outputs.finished_requests is not None
+        return outputs.outputs, outputs.finished_requests
 
     def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
         """Take no more steps. Requests that come from now on wait until `resume`.
@@ -219,6 +251,7 @@ class EngineCore:
 
     def _end_drain(self) -> None:
         """Be paused, queue what was held, and do what was to be done then."""
+        self._finish_all_steps()
         self._paused = True
         actions, self._drain_actions = self._drain_actions, []
         self._queue_held()
@@ -343,6 +376,7 @@ class EngineCore:
     ) -> list[Any]:
         """Call a method of every worker, between two steps; see Executor.collective_rpc."""
         self.check_alive()
+        self._finish_all_steps()
         return self.executor.collective_rpc(method, args, kwargs, timeout)
 
     def check_health(self) -> None:

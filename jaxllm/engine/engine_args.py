@@ -105,6 +105,7 @@ class EngineArgs:
         enable_chunked_prefill: compute a long prompt in several steps.
         long_prefill_token_threshold: most tokens of one request in a step while there are others; 0 for no limit.
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits in the free blocks.
+        async_scheduling: dispatch a step before the tokens of the one before it are on the host.
         tensor_parallel_size: devices that share each layer.
         attention_backend: "auto" picks by device.
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
@@ -144,6 +145,7 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     scheduler_reserve_full_isl: bool = True
+    async_scheduling: bool = True
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
     cudagraph_capture_sizes: Sequence[int] | None = None
@@ -211,6 +213,7 @@ class EngineArgs:
                 enable_chunked_prefill=self.enable_chunked_prefill,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 full_sequence_must_fit=self.scheduler_reserve_full_isl,
+                async_scheduling=self.async_scheduling,
             ),
             parallel=ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
             attention_backend=self.attention_backend,

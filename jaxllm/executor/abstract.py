@@ -2,11 +2,29 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig
 from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
+
+
+class StepHandle(Protocol):
+    """A step that was started."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step and return its output. Called once, in the order in which steps were started."""
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that has run already."""
+
+    output: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        return self.output
 
 
 class Executor(ABC):
@@ -39,6 +57,10 @@ class Executor(ABC):
     @abstractmethod
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. Called also without scheduled tokens, when requests ended: the workers then forget them."""
+
+    def start_model(self, scheduler_output: SchedulerOutput) -> StepHandle:
+        """Start a step without waiting for it, where the executor can; the next may be started before its result is fetched."""
+        return FinishedStep(self.execute_model(scheduler_output))
 
     @abstractmethod
     def collective_rpc(

@@ -9,7 +9,7 @@ from typing import Any
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig
 from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
-from jaxllm.executor.abstract import Executor
+from jaxllm.executor.abstract import Executor, StepHandle
 from jaxllm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,10 @@ class UniProcExecutor(Executor):
         return kv_cache_config
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        return self.worker.execute_model(scheduler_output)
+        return self.start_model(scheduler_output).result()
+
+    def start_model(self, scheduler_output: SchedulerOutput) -> StepHandle:
+        return self.worker.start_model(scheduler_output)
 
     def collective_rpc(
         self,

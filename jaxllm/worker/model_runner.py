@@ -13,14 +13,15 @@ from jaxllm.core.output import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput, Sch
 from jaxllm.models.graph import ModelGraph
 from jaxllm.sample.logprobs import LogprobsArrays, concatenate, sampled_logprobs
 from jaxllm.sample.state import default_seed, pack_row
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.worker import row_state
 from jaxllm.worker.batch import BatchLayout
 from jaxllm.worker.buckets import Bucket, Buckets
-from jaxllm.worker.compile_cache import compile_all
+from jaxllm.worker.compile_cache import CompileCounter, compile_all
 from jaxllm.worker.input_batch import InputBatch
 from jaxllm.worker.kv_cache import abstract_kv_caches, allocate_kv_caches, max_blocks_per_request
 from jaxllm.worker.program_cache import ProgramCache
-from jaxllm.worker.prompt_logprobs import PromptLogprobs
+from jaxllm.worker.prompt_logprobs import PromptChunk, PromptLogprobs
 from jaxllm.worker.row_state import NewRow
 from jaxllm.worker.step import KVCaches, StepOptions, StepOutput, Weights, make_step
 from sharding.rules import KV_CACHE_AXES, sharding_of
@@ -30,18 +31,51 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepInFlight:
-    """A dispatched step whose results are not on the host yet.
+    """A dispatched step whose results are not on the host yet. It holds all that reading them needs, for when they are read the
+    runner may have forgotten some of the requests, and dispatched further steps.
 
     Attributes:
+        bucket: None for a step without tokens.
         sampled: bool [rows], which rows sample a token.
+        asking: batch row and parameters of each request that gets log probabilities of its sampled token.
+        prompt_chunks: parts of prompts that get log probabilities.
+        dispatch_time: seconds that dispatching it took.
+        num_compiles: programs compiled since the engine was ready.
     """
 
-    scheduler_output: SchedulerOutput
-    bucket: Bucket
+    bucket: Bucket | None
+    num_tokens: int
     req_ids: list[str]
-    counts: np.ndarray
     sampled: np.ndarray
-    output: StepOutput
+    asking: list[tuple[int, SamplingParams]]
+    prompt_chunks: list[PromptChunk]
+    output: StepOutput | None
+    dispatch_time: float
+    num_compiles: int
+    prompt_logprobs: PromptLogprobs
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step and bring its results to the host."""
+        if self.bucket is None or self.output is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        start = time.monotonic()
+        token_ids = np.asarray(self.output.sampled.token_ids)[: len(self.req_ids)].tolist()
+        output = ModelRunnerOutput(
+            req_ids=self.req_ids,
+            req_id_to_index={req_id: row for row, req_id in enumerate(self.req_ids)},
+            sampled_token_ids=[[token] if used else [] for token, used in zip(token_ids, self.sampled, strict=True)],
+        )
+        if self.asking:
+            arrays: LogprobsArrays[np.ndarray] = jax.tree.map(np.asarray, self.output.sampled.logprobs)
+            parts = [sampled_logprobs(arrays, row, params) for row, params in self.asking]
+            output.logprobs = concatenate([part for part in parts if part is not None])
+            output.logprobs_start = {self.req_ids[row]: i for i, (row, _) in enumerate(self.asking)}
+        if self.prompt_chunks:
+            assert self.output.hidden is not None
+            output.prompt_logprobs = self.prompt_logprobs.collect(self.prompt_chunks, self.output.hidden)
+        num_padding_tokens = self.bucket.num_tokens - self.num_tokens
+        output.stats = WorkerStepStats(self.dispatch_time, time.monotonic() - start, num_padding_tokens, self.num_compiles)
+        return output
 
 
 class ModelRunner:
@@ -61,7 +95,9 @@ class ModelRunner:
         kv_cache_config: KVCacheConfig,
         buckets: Buckets,
         rows_per_group: int | None,
+        compile_counter: CompileCounter,
     ) -> None:
+        self.compile_counter = compile_counter
         self.config, self.graph, self.weights, self.buckets = config, graph, weights, buckets
         self.kv_cache_config = kv_cache_config
         self.max_num_seqs = config.scheduler.max_num_seqs
@@ -138,48 +174,38 @@ class ModelRunner:
             self._run(bucket, vector)
         jax.block_until_ready(self.kv_caches)
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step and wait for it."""
+    def start(self, scheduler_output: SchedulerOutput) -> StepInFlight:
+        """Dispatch one step. It waits for nothing but what the devices themselves need."""
         start = time.monotonic()
-        step = self.dispatch(scheduler_output)
-        if step is None:
-            return EMPTY_MODEL_RUNNER_OUTPUT
-        dispatched = time.monotonic()
-        output = self.collect(step)
-        output.stats = WorkerStepStats(
-            dispatched - start,
-            time.monotonic() - dispatched,
-            step.bucket.num_tokens - scheduler_output.total_num_scheduled_tokens,
-        )
-        return output
-
-    def dispatch(self, scheduler_output: SchedulerOutput) -> StepInFlight | None:
-        """Start one step; None if it has no tokens."""
         self._update_rows(scheduler_output)
-        if scheduler_output.total_num_scheduled_tokens == 0:
-            return None
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        if num_tokens == 0:
+            return StepInFlight(None, 0, [], np.empty(0, np.bool_), [], [], None, 0.0, 0, self.prompt_logprobs)
         req_ids, counts = self.batch.order(scheduler_output)
-        bucket = self.buckets.choose(counts, mixed=self.prompt_logprobs.wanted(req_ids))
+        prompt_chunks = self.prompt_logprobs.chunks(self.weights, self.batch, scheduler_output, req_ids, counts)
+        bucket = self.buckets.choose(counts, mixed=bool(prompt_chunks))
         vector, sampled = self.batch.pack(self.layout(bucket), scheduler_output, req_ids, counts)
-        return StepInFlight(scheduler_output, bucket, req_ids, counts, sampled, self._run(bucket, vector))
-
-    def collect(self, step: StepInFlight) -> ModelRunnerOutput:
-        """Wait for a step and bring its results to the host."""
-        num_rows = len(step.req_ids)
-        token_ids = np.asarray(step.output.sampled.token_ids)[:num_rows].tolist()
-        output = ModelRunnerOutput(
-            req_ids=step.req_ids,
-            req_id_to_index={req_id: row for row, req_id in enumerate(step.req_ids)},
-            sampled_token_ids=[[token] if used else [] for token, used in zip(token_ids, step.sampled, strict=True)],
+        params = self.batch.sampling_params
+        asking = [
+            (row, params[req_id])
+            for row, req_id in enumerate(req_ids)
+            if sampled[row] and params[req_id].num_logprobs is not None
+        ]
+        output = self._run(bucket, vector)
+        output.sampled.token_ids.copy_to_host_async()
+        dispatch_time = time.monotonic() - start
+        return StepInFlight(
+            bucket,
+            num_tokens,
+            req_ids,
+            sampled,
+            asking,
+            prompt_chunks,
+            output,
+            dispatch_time,
+            self.compile_counter.count,
+            self.prompt_logprobs,
         )
-        self._collect_logprobs(step, output)
-        if self.prompt_logprobs.wanted(step.req_ids):
-            hidden = step.output.hidden
-            assert hidden is not None
-            output.prompt_logprobs = self.prompt_logprobs.collect(
-                self.weights, self.batch, step.scheduler_output, step.req_ids, step.counts, hidden
-            )
-        return output
 
     def drop_requests(self) -> None:
         """Forget all requests and free the device blocks and rows, until `allocate`."""
@@ -211,13 +237,3 @@ class ModelRunner:
             new_rows[row] = NewRow(self.batch.block_table(request), sampling)
         if new_rows:
             self.state = row_state.write_rows(self.state, new_rows)
-
-    def _collect_logprobs(self, step: StepInFlight, output: ModelRunnerOutput) -> None:
-        params = self.batch.sampling_params
-        asking = [row for row, req_id in enumerate(step.req_ids) if step.sampled[row] and params[req_id].num_logprobs is not None]
-        if not asking:
-            return
-        arrays: LogprobsArrays[np.ndarray] = jax.tree.map(np.asarray, step.output.sampled.logprobs)
-        parts = [sampled_logprobs(arrays, row, params[step.req_ids[row]]) for row in asking]
-        output.logprobs = concatenate([part for part in parts if part is not None])
-        output.logprobs_start = {step.req_ids[row]: i for i, row in enumerate(asking)}

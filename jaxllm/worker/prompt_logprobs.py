@@ -5,6 +5,7 @@ output head again in chunks of a fixed size.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,27 @@ CHUNK = 64
 
 # Of a prompt of one token, which nothing predicts.
 _NOTHING = LogprobsLists(np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32))
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """A part of a prompt in one step.
+
+    Attributes:
+        first: its first token in the batch.
+        targets: int32 [n], the prompt tokens that its first n tokens predict.
+        parts: where its request gathers log probabilities. A request that is preempted and starts anew gathers elsewhere.
+        is_last: whether the prompt ends with it.
+        weights: that the step ran with.
+    """
+
+    req_id: str
+    first: int
+    targets: np.ndarray
+    params: SamplingParams
+    parts: list[LogprobsLists]
+    is_last: bool
+    weights: tuple[jax.Array, ...]
 
 
 class PromptLogprobs:
@@ -52,36 +74,45 @@ class PromptLogprobs:
         """Forget all requests."""
         self._parts.clear()
 
-    def wanted(self, req_ids: Sequence[str]) -> bool:
-        """Whether one of these requests needs the hidden states of the step."""
-        return bool(self._parts) and any(req_id in self._parts for req_id in req_ids)
-
-    def collect(
+    def chunks(
         self,
         weights: tuple[jax.Array, ...],
         batch: InputBatch,
         scheduler_output: SchedulerOutput,
         req_ids: Sequence[str],
         counts: np.ndarray,
-        hidden: jax.Array,
-    ) -> dict[str, LogprobsLists]:
-        """Compute what this step's prompt tokens give; returns the requests whose prompt is complete."""
+    ) -> list[PromptChunk]:
+        """The parts of prompts in a step, in batch order, that need its hidden states."""
+        if not self._parts or self._parts.keys().isdisjoint(req_ids):
+            return []
         stops = np.cumsum(counts)
-        host_hidden = np.asarray(hidden)
         computed = batch.num_computed(scheduler_output, req_ids)
-        done = {}
+        chunks = []
         for row, req_id in enumerate(req_ids):
             if req_id not in self._parts:
                 continue
             # The token at position p + 1 is what the hidden state at p predicts.
-            start = int(computed[row])
-            targets = batch.prompt_chunk(req_id, start + 1, start + int(counts[row]) + 1)
-            first = stops[row] - counts[row]
-            params = batch.sampling_params[req_id]
-            self._parts[req_id] += self._logprobs(weights, host_hidden[first : first + len(targets)], targets, params)
-            if start + counts[row] >= batch.num_prompt_tokens(req_id):
-                parts = self._parts.pop(req_id)
-                done[req_id] = concatenate(parts) if parts else _NOTHING
+            start, count = int(computed[row]), int(counts[row])
+            targets = batch.prompt_chunk(req_id, start + 1, start + count + 1)
+            is_last = start + count >= batch.num_prompt_tokens(req_id)
+            parts = self._parts.pop(req_id) if is_last else self._parts[req_id]
+            first = int(stops[row]) - count
+            chunks.append(PromptChunk(req_id, first, targets, batch.sampling_params[req_id], parts, is_last, weights))
+        return chunks
+
+    def collect(self, chunks: Sequence[PromptChunk], hidden: jax.Array) -> dict[str, LogprobsLists]:
+        """Compute what the parts give; returns the requests whose prompt is complete.
+
+        Args:
+            hidden: [T, M], of their step.
+        """
+        host_hidden = np.asarray(hidden)
+        done = {}
+        for chunk in chunks:
+            rows = host_hidden[chunk.first : chunk.first + len(chunk.targets)]
+            chunk.parts.extend(self._logprobs(chunk.weights, rows, chunk.targets, chunk.params))
+            if chunk.is_last:
+                done[chunk.req_id] = concatenate(chunk.parts) if chunk.parts else _NOTHING
         return done
 
     def warm_up(self, weights: tuple[jax.Array, ...]) -> None:

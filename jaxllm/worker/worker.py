@@ -13,7 +13,7 @@ import psutil
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, make_kv_cache_groups
-from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
+from jaxllm.core.output import SchedulerOutput
 from jaxllm.models.graph import build_model_graph
 from jaxllm.models.registry import model_class
 from jaxllm.weights.dummy import dummy_params
@@ -22,7 +22,7 @@ from jaxllm.weights.source import resolve_model
 from jaxllm.worker.buckets import Buckets
 from jaxllm.worker.compile_cache import CompileCounter, enable_persistent_cache
 from jaxllm.worker.kv_cache import check_num_blocks, num_blocks_in, total_bytes
-from jaxllm.worker.model_runner import ModelRunner
+from jaxllm.worker.model_runner import ModelRunner, StepInFlight
 from jaxllm.worker.row_state import state_bytes
 from jaxllm.worker.step import Weights
 from sharding.mesh import make_mesh
@@ -120,7 +120,9 @@ class Worker:
         def runner_with(num_blocks: int) -> ModelRunner:
             config = dataclasses.replace(self.kv_cache_config, num_blocks=num_blocks)
             rows_per_group = CPU_ROWS_PER_GROUP if platform == "cpu" else None
-            return ModelRunner(self.config, self.mesh, self.graph, self.weights, config, buckets, rows_per_group)
+            return ModelRunner(
+                self.config, self.mesh, self.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
+            )
 
         if cache.num_gpu_blocks_override is not None:
             num_blocks = cache.num_gpu_blocks_override
@@ -153,12 +155,9 @@ class Worker:
         # From here on a compilation is a fault.
         self.compile_counter.count = 0
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step."""
-        output = self.runner.execute_model(scheduler_output)
-        if output.stats is not None:
-            output.stats = output.stats._replace(num_compiles=self.compile_counter.count)
-        return output
+    def start_model(self, scheduler_output: SchedulerOutput) -> StepInFlight:
+        """Dispatch one step; its `result` waits for it."""
+        return self.runner.start(scheduler_output)
 
     def num_compiles_after_warm_up(self) -> int:
         """Programs compiled since the engine was ready; 0 unless something is wrong."""

@@ -1,6 +1,7 @@
 """A request's tokens depend on the request alone: not on its neighbours, the chunks of its prompt, the prefix cache, preemption,
 the bucket, or what lies in padding and free blocks. Float32, greedy and seeded."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,10 +44,16 @@ def run(llm: LLM, which=range(NUM_REQUESTS)) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+def make(request, make_tiny):
+    """Make engines, with asynchronous scheduling and without."""
+    return partial(make_tiny, async_scheduling=request.param)
+
+
 @pytest.fixture(scope="module")
 def alone(make_tiny) -> list[list[int]]:
     """Each request by itself, its prompt in one piece, nothing cached."""
-    llm = make_tiny(enable_prefix_caching=False)
+    llm = make_tiny(enable_prefix_caching=False, async_scheduling=False)
     return [run(llm, [i])[0] for i in range(NUM_REQUESTS)]
 
 
@@ -64,17 +71,17 @@ def test_the_outputs_differ(alone):
     assert len({token for tokens in alone for token in tokens}) > 60
 
 
-def test_in_a_batch(make_tiny, alone):
-    assert run(make_tiny(enable_prefix_caching=False)) == alone
+def test_in_a_batch(make, alone):
+    assert run(make(enable_prefix_caching=False)) == alone
 
 
 @pytest.mark.parametrize("budget", [8, 13, 32])
-def test_chunked(make_tiny, alone, budget):
-    assert run(make_tiny(max_num_batched_tokens=budget, max_num_seqs=8)) == alone
+def test_chunked(make, alone, budget):
+    assert run(make(max_num_batched_tokens=budget, max_num_seqs=8)) == alone
 
 
-def test_with_the_prefix_cached(make_tiny, alone):
-    llm = make_tiny()
+def test_with_the_prefix_cached(make, alone):
+    llm = make()
     assert run(llm) == alone
     assert run(llm) == alone
     cached = [output.num_cached_tokens for output in llm.generate([{"prompt_token_ids": REQUESTS[1][0]}], use_tqdm=False)]
@@ -82,14 +89,14 @@ def test_with_the_prefix_cached(make_tiny, alone):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_preempted_and_resumed(make_tiny, alone, caching):
-    llm = make_tiny(num_gpu_blocks_override=66, enable_prefix_caching=caching, max_num_seqs=16)
+def test_preempted_and_resumed(make, alone, caching):
+    llm = make(num_gpu_blocks_override=66, enable_prefix_caching=caching, max_num_seqs=16)
     assert run(llm) == alone
     assert num_preemptions(llm) > 0
 
 
-def test_in_every_bucket(make_tiny, alone):
-    llm = make_tiny(
+def test_in_every_bucket(make, alone):
+    llm = make(
         enable_prefix_caching=False,
         max_num_seqs=16,
         max_num_batched_tokens=128,
@@ -106,8 +113,8 @@ def test_in_every_bucket(make_tiny, alone):
     assert used == set(runner.buckets)
 
 
-def test_garbage_in_padding_and_free_blocks(make_tiny, alone):
-    llm = make_tiny()
+def test_garbage_in_padding_and_free_blocks(make, alone):
+    llm = make()
     runner = runner_of(llm)
     # What no request has written must not be read: blocks, rows and padding are full of the worst values.
     runner.kv_caches = tuple(jnp.full_like(cache, jnp.nan) for cache in runner.kv_caches)
@@ -129,8 +136,8 @@ def test_garbage_in_padding_and_free_blocks(make_tiny, alone):
     assert run(llm) == alone
 
 
-def test_priority_changes_the_order_only(make_tiny, alone):
-    llm = make_tiny(scheduling_policy="priority", num_gpu_blocks_override=66, max_num_seqs=16)
+def test_priority_changes_the_order_only(make, alone):
+    llm = make(scheduling_policy="priority", num_gpu_blocks_override=66, max_num_seqs=16)
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in REQUESTS]
     priority = [i % 3 for i in range(NUM_REQUESTS)]
     outputs = llm.generate(prompts, [params for _, params in REQUESTS], use_tqdm=False, priority=priority)

@@ -64,11 +64,18 @@ def test_eos() -> None:
     assert run(core) == {"a": [9, EOS], "b": [9, EOS, 8, 7]}
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_random_load(prefix_caching: bool) -> None:
+def test_random_load(prefix_caching: bool, async_scheduling: bool) -> None:
     """Few blocks, many requests with shared prefixes, preemptions and aborts: every token is the model's."""
     rng = random.Random(0)
-    core = make_core(num_blocks=24, max_num_seqs=6, max_num_batched_tokens=16, prefix_caching=prefix_caching)
+    core = make_core(
+        num_blocks=24,
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        prefix_caching=prefix_caching,
+        async_scheduling=async_scheduling,
+    )
     prompts = {f"r{i}": [7, 8, 9] * rng.randrange(4) + rng.choices(range(3, 20), k=rng.randint(1, 30)) for i in range(40)}
     lengths = {request_id: rng.randint(1, 20) for request_id in prompts}
     tokens: dict[str, list[int]] = {request_id: [] for request_id in prompts}

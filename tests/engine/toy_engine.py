@@ -72,13 +72,15 @@ def make_config(
     stream_interval: int = 1,
     max_num_queued_reqs: int | None = None,
     max_num_queued_tokens: int | None = None,
+    async_scheduling: bool = False,
     **model: Any,
 ) -> EngineConfig:
+    """Synchronous scheduling unless asked otherwise, since many tests count steps."""
     decoder = DecoderConfig("LlamaForCausalLM", VOCAB_SIZE, 8, 8, 1, 2, 1, 4, max_model_len, 1e-5, RopeConfig())
     return EngineConfig(
         model=ModelConfig("toy", "toy", decoder, "float32", max_model_len, eos_token_ids=eos_token_ids, **model),
         cache=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching, num_gpu_blocks_override=num_blocks),
-        scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, policy),
+        scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, policy, async_scheduling=async_scheduling),
         log_stats=log_stats,
         stream_interval=stream_interval,
         max_num_queued_reqs=max_num_queued_reqs,
