@@ -111,6 +111,7 @@ class EngineArgs:
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
         compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
         compilation_cache_dir: by default `jaxllm/compiled` in the user's cache folder; "" keeps nothing.
+        background_compilation: serve as soon as the largest steps are compiled, and compile the smaller ones beside.
         disable_log_stats: do not count and time.
         stream_interval: tokens between two outputs of a stream.
         max_num_queued_reqs: most unfinished requests that the engine takes; by default without limit.
@@ -151,6 +152,7 @@ class EngineArgs:
     cudagraph_capture_sizes: Sequence[int] | None = None
     compile_sizes: Sequence[int] | None = None
     compilation_cache_dir: str | None = None
+    background_compilation: bool = True
     disable_log_stats: bool = False
     stream_interval: int = 1
     max_num_queued_reqs: int | None = None
@@ -220,6 +222,7 @@ class EngineArgs:
             cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),
             compile_sizes=_sizes("compile_sizes", self.compile_sizes, tokens),
             compilation_cache_dir=self._cache_dir(),
+            background_compilation=self.background_compilation,
             log_stats=not self.disable_log_stats,
             stream_interval=self.stream_interval,
             use_tqdm_on_load=self.use_tqdm_on_load,

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,10 +42,15 @@ class UniProcExecutor(Executor):
         worker = self.worker
         with _timed("devices"):
             worker.init_device()
-        with _timed("weights"):
-            worker.load_model()
-        with _timed("memory"):
+        with _timed("model"):
+            worker.build_model()
+        # Reading the weights waits for the disk and for copies, so they are loaded while steps are compiled, which needs their
+        # shapes only.
+        with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool, _timed("weights and first programs"):
+            loading = pool.submit(worker.load_weights)
             kv_cache_config = worker.determine_available_memory()
+            worker.compile_first()
+            loading.result()
         with _timed("KV cache"):
             worker.init_kv_cache()
         with _timed("compilation and warm-up"):

@@ -1,7 +1,7 @@
 """Which shapes exist. Every step is padded to one of a few shapes, and all of them are compiled before the first request."""
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,15 +67,23 @@ class Buckets:
         """All buckets, the largest of each kind first: that is the order to compile them in."""
         return iter(sorted(self.decode + self.mixed, key=lambda bucket: -bucket.num_tokens))
 
-    def choose(self, num_scheduled_tokens: np.ndarray, mixed: bool = False) -> Bucket:
+    @property
+    def largest(self) -> list[Bucket]:
+        """The largest of each kind: every step fits one of them, so with these two an engine can serve."""
+        return [self.mixed[-1], self.decode[-1]]
+
+    def choose(self, num_scheduled_tokens: np.ndarray, mixed: bool = False, ready: Container[Bucket] | None = None) -> Bucket:
         """The smallest bucket for a step.
 
         Args:
             num_scheduled_tokens: [rows], at least one row, each at least 1.
             mixed: take a mixed bucket even if every row has one token.
+            ready: take one of these, among which are `largest`; None for all.
         """
         rows, tokens = len(num_scheduled_tokens), int(num_scheduled_tokens.sum())
         if tokens == rows and not mixed:
-            return self.decode[bisect.bisect_left(self._decode_sizes, rows)]
-        # A mixed bucket has at least as many rows as tokens up to max_num_seqs, so the tokens decide.
-        return self.mixed[bisect.bisect_left(self._mixed_sizes, tokens)]
+            fitting = self.decode[bisect.bisect_left(self._decode_sizes, rows) :]
+        else:
+            # A mixed bucket has at least as many rows as tokens up to max_num_seqs, so the tokens decide.
+            fitting = self.mixed[bisect.bisect_left(self._mixed_sizes, tokens) :]
+        return fitting[0] if ready is None else next(bucket for bucket in fitting if bucket in ready)

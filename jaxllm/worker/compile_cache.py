@@ -2,6 +2,8 @@
 
 import logging
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,16 +31,28 @@ def enable_persistent_cache(directory: str | None) -> None:
 class CompileCounter:
     """Counts the programs that this process compiles, or loads from the persistent cache, from its start on.
 
-    After warm-up nothing may: tests fail on it, production counts it.
+    After warm-up nothing may: tests fail on it, production counts it. What is compiled beside the steps, and holds none of them
+    up, is `uncounted`.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self._uncounted_threads: set[int] = set()
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: Any) -> None:
-        if event == _COMPILE_EVENT:
+        if event == _COMPILE_EVENT and threading.get_ident() not in self._uncounted_threads:
             self.count += 1
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Do not count what this thread compiles."""
+        thread = threading.get_ident()
+        self._uncounted_threads.add(thread)
+        try:
+            yield
+        finally:
+            self._uncounted_threads.discard(thread)
 
     def close(self) -> None:
         """Stop counting."""
@@ -81,3 +95,37 @@ def compile_all(
             return compiled
 
         return list(pool.map(run, jobs))
+
+
+class BackgroundCompiler:
+    """Makes programs beside an engine that serves already, one after the other in threads of low priority.
+
+    Args:
+        jobs: a name, and what to do, in this order. One that raises is logged: the engine can do without its program.
+    """
+
+    def __init__(self, jobs: Sequence[tuple[str, Callable[[], Any]]], workers: int) -> None:
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="compile", initializer=_lower_priority)
+        self._jobs = [self._pool.submit(self._run, *job) for job in jobs]
+
+    @staticmethod
+    def _run(name: str, function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except Exception:
+            logger.exception("%s could not be compiled; a larger step takes its place", name)
+            raise
+
+    def wait(self) -> None:
+        """Return when all programs are made. Raises what the first that failed has raised."""
+        for job in self._jobs:
+            job.result()
+
+    def close(self) -> None:
+        """Make no further program. One that is being compiled is waited for: XLA cannot be stopped."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # where priorities belong to threads
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

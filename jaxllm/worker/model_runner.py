@@ -2,7 +2,9 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
@@ -17,7 +19,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.worker import row_state
 from jaxllm.worker.batch import BatchLayout
 from jaxllm.worker.buckets import Bucket, Buckets
-from jaxllm.worker.compile_cache import CompileCounter, compile_all
+from jaxllm.worker.compile_cache import BackgroundCompiler, CompileCounter, compile_all
 from jaxllm.worker.input_batch import InputBatch
 from jaxllm.worker.kv_cache import abstract_kv_caches, allocate_kv_caches, max_blocks_per_request
 from jaxllm.worker.program_cache import ProgramCache
@@ -82,7 +84,7 @@ class ModelRunner:
     """Runs steps on the devices of one mesh.
 
     Args:
-        weights: in the order of `graph.specs`.
+        weights: in the order of `graph.specs`; shapes suffice until `warm_up`.
         kv_cache_config: its number of blocks is part of the compiled programs.
     """
 
@@ -98,6 +100,7 @@ class ModelRunner:
         compile_counter: CompileCounter,
     ) -> None:
         self.compile_counter = compile_counter
+        self.on_gpu = mesh.devices.flat[0].platform == "gpu"
         self.config, self.graph, self.weights, self.buckets = config, graph, weights, buckets
         self.kv_cache_config = kv_cache_config
         self.max_num_seqs = config.scheduler.max_num_seqs
@@ -108,6 +111,8 @@ class ModelRunner:
         self.kv_sharding = sharding_of(mesh, KV_CACHE_AXES)
         self.options = StepOptions(config.model.max_logprobs, config.model.logprobs_mode, rows_per_group)
         self.programs: dict[Bucket, jax.stages.Compiled] = {}
+        self.ready: set[Bucket] = set()  # buckets that steps may use
+        self._background: BackgroundCompiler | None = None
         self.kv_caches: KVCaches = ()
         self.state: row_state.RowState | None = None
         parts = (config.model.decoder, config.model.dtype, config.attention_backend, kv_cache_config, self.options)
@@ -153,10 +158,40 @@ class ModelRunner:
         batch = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self.replicated)
         return step.lower(tuple(weights), caches, self.abstract_state(), batch)
 
-    def compile_all(self, progress: bool) -> None:
-        """Compile every bucket, the largest first."""
-        jobs = [(str(bucket), lambda bucket=bucket: self.compile(bucket)) for bucket in self.buckets]
+    def compile_all(self, progress: bool, only: Sequence[Bucket] | None = None) -> None:
+        """Compile every bucket, or only these, the largest first."""
+        jobs = [
+            (str(bucket), lambda bucket=bucket: self.compile(bucket)) for bucket in self.buckets if only is None or bucket in only
+        ]
         compile_all(jobs, progress)
+
+    def compile_rest_in_background(self, workers: int) -> None:
+        """Compile the buckets that are not ready while steps run; until then these use the next larger one that is."""
+
+        def job(bucket: Bucket) -> None:
+            with self.compile_counter.uncounted():
+                self.compile(bucket)
+
+        # Those that save most first: small decode steps, which would take the time of the largest.
+        rest = [bucket for bucket in (*self.buckets.decode, *self.buckets.mixed) if bucket not in self.ready]
+        self._background = BackgroundCompiler([(str(bucket), partial(job, bucket)) for bucket in rest], workers)
+
+    def finish_compilation(self) -> None:
+        """Wait until every bucket is compiled, and take them all into use. Raises what a compilation raised."""
+        if self._background is not None:
+            self._background.wait()
+        self._take_in_compiled()
+
+    def _take_in_compiled(self) -> None:
+        """Let steps use what has been compiled since, but for a runner asleep."""
+        if len(self.programs) == len(self.ready) or not self.kv_caches:
+            return
+        for bucket in [bucket for bucket in list(self.programs) if bucket not in self.ready]:
+            # On a GPU the first run of a program picks algorithms and records command buffers; on a CPU one run will do.
+            if self.on_gpu or bucket == self.buckets.decode[-1]:
+                vector, _ = self.layout(bucket).empty()
+                self._run(bucket, vector)
+            self.ready.add(bucket)
 
     def allocate(self) -> None:
         """Allocate the device blocks and rows."""
@@ -165,13 +200,11 @@ class ModelRunner:
             self.max_num_seqs, self.num_groups, self.max_blocks, self.vocab_size, self.replicated
         )
 
-    def warm_up(self, buckets: list[Bucket]) -> None:
-        """Run these buckets once on padding alone, and compile what is not part of a step."""
+    def warm_up(self) -> None:
+        """Take the compiled buckets into use, and compile what is not part of a step."""
         self.state = row_state.warm_up(self.state)
         self.prompt_logprobs.warm_up(self.weights)
-        for bucket in buckets:
-            vector, _ = self.layout(bucket).empty()
-            self._run(bucket, vector)
+        self._take_in_compiled()
         jax.block_until_ready(self.kv_caches)
 
     def start(self, scheduler_output: SchedulerOutput) -> StepInFlight:
@@ -183,7 +216,8 @@ class ModelRunner:
             return StepInFlight(None, 0, [], np.empty(0, np.bool_), [], [], None, 0.0, 0, self.prompt_logprobs)
         req_ids, counts = self.batch.order(scheduler_output)
         prompt_chunks = self.prompt_logprobs.chunks(self.weights, self.batch, scheduler_output, req_ids, counts)
-        bucket = self.buckets.choose(counts, mixed=bool(prompt_chunks))
+        self._take_in_compiled()
+        bucket = self.buckets.choose(counts, mixed=bool(prompt_chunks), ready=self.ready)
         vector, sampled = self.batch.pack(self.layout(bucket), scheduler_output, req_ids, counts)
         params = self.batch.sampling_params
         asking = [
@@ -216,7 +250,10 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the device arrays and the programs."""
+        if self._background is not None:
+            self._background.close()
         self.kv_caches, self.state, self.weights, self.programs = (), None, (), {}
+        self.ready = set()
 
     def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput:
         self.kv_caches, self.state, output = self.compile(bucket)(

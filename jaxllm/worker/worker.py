@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import psutil
 
@@ -63,6 +64,11 @@ class Worker:
 
     def load_model(self) -> None:
         """Build the model abstractly and put its weights on the devices."""
+        self.build_model()
+        self.load_weights()
+
+    def build_model(self) -> None:
+        """Build the model abstractly: steps can be compiled, but not run."""
         model, parallel = self.config.model, self.config.parallel
         stripes = parallel.tensor_parallel_size
         specs = model_class(model.decoder.architecture).kv_cache_specs(
@@ -78,7 +84,16 @@ class Worker:
             attention_backend=self.config.attention_backend,
         )
         self.shardings = {spec.path: sharding_of(self.mesh, spec.axes) for spec in self.graph.specs}
+        self.weights = tuple(
+            jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=self.shardings[spec.path])
+            for spec in self.graph.specs
+        )
+
+    def load_weights(self) -> None:
+        """Put the weights on the devices; may run beside `determine_available_memory` and `compile_first`."""
         self.weights = self._load_weights()
+        if self.runner is not None:
+            self.runner.weights = self.weights
 
     def _load_weights(self) -> tuple[jax.Array, ...]:
         """In the order of the specs."""
@@ -144,16 +159,33 @@ class Worker:
 
     def init_kv_cache(self) -> None:
         """Allocate the device blocks and the request rows."""
+        self.runner.weights = self.weights
         self.runner.allocate()
 
+    @property
+    def compiles_in_background(self) -> bool:
+        """Whether steps run while buckets are still being compiled. Processes that run the same step must choose the same bucket,
+        so it takes a single one."""
+        return self.config.background_compilation and jax.process_count() == 1
+
+    def compile_first(self) -> None:
+        """Compile what must be there before the first step: every bucket, or the largest of each kind if the others are compiled
+        in the background. Needs no weights."""
+        buckets = self.runner.buckets.largest if self.compiles_in_background else None
+        self.runner.compile_all(self.config.use_tqdm_on_load, buckets)
+
     def compile_and_warm_up(self) -> None:
-        """Compile every bucket, then run them once: on a GPU all of them, since the first run picks algorithms and records
-        command buffers; on a CPU, where it does not, the smallest decode bucket only."""
-        self.runner.compile_all(self.config.use_tqdm_on_load)
-        buckets = list(self.runner.buckets)
-        self.runner.warm_up(buckets if self.devices[0].platform == "gpu" else self.runner.buckets.decode[:1])
-        # From here on a compilation is a fault.
+        """Compile what is not compiled yet, and make the first run of everything, which is dear on a GPU."""
+        self.compile_first()
+        self.runner.warm_up()
+        # From here on a compilation is a fault, but for those in the background.
         self.compile_counter.count = 0
+        if self.compiles_in_background:
+            self.runner.compile_rest_in_background(1 if self.devices[0].platform == "cpu" else 4)
+
+    def finish_compilation(self) -> None:
+        """Wait until every bucket is compiled: from then on the shapes of steps do not depend on time."""
+        self.runner.finish_compilation()
 
     def start_model(self, scheduler_output: SchedulerOutput) -> StepInFlight:
         """Dispatch one step; its `result` waits for it."""

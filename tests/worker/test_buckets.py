@@ -25,6 +25,15 @@ def test_decode_rows_take_a_decode_bucket():
     assert buckets.choose(np.array([2, 1])) == Bucket(16, 8, False)
 
 
+def test_what_is_not_ready_is_passed_over():
+    buckets = Buckets(max_num_seqs=8, max_num_batched_tokens=64)
+    ready = {*buckets.largest, buckets.mixed[1]}
+    assert [str(bucket) for bucket in ready - {buckets.mixed[1]}] in (["mixed 64", "decode 8"], ["decode 8", "mixed 64"])
+    assert buckets.choose(np.array([1]), ready=ready) == Bucket(8, 8, True)
+    assert buckets.choose(np.array([2]), ready=ready) == Bucket(32, 8, False)
+    assert buckets.choose(np.array([33]), ready=ready) == Bucket(64, 8, False)
+
+
 def test_least_tokens():
     buckets = Buckets(max_num_seqs=1, max_num_batched_tokens=16, least_tokens=2)
     assert buckets.choose(np.array([1])) == Bucket(2, 2, True)

@@ -43,6 +43,7 @@ def test_a_program_that_jax_itself_had_kept_can_be_kept_and_loaded(tmp_path: Pat
             block_size=4,
             num_gpu_blocks_override=64,
             compilation_cache_dir=str(tmp_path / "compiled"),
+            background_compilation=False,
         ) as llm:
             params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
             (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)

@@ -1,0 +1,100 @@
+"""Steps run while the smaller ones are still being compiled."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.worker.model_runner import ModelRunner
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+
+
+def start(folder: Path, **kwargs) -> LLM:
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return LLM(
+        str(folder), load_format="dummy", skip_tokenizer_init=True, use_tqdm_on_load=False, max_num_seqs=4, block_size=4,
+        max_num_batched_tokens=8, num_gpu_blocks_override=64, compile_sizes=[], compilation_cache_dir="", **kwargs,
+    )  # fmt: skip
+
+
+def answer(llm: LLM) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    return llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def runner_of(llm: LLM) -> ModelRunner:
+    return llm.engine.engine_core.engine_core.executor.worker.runner
+
+
+def test_larger_steps_stand_in_for_smaller_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, lower = threading.Event(), ModelRunner._lower
+
+    def slow(self, bucket, name):
+        assert bucket in self.buckets.largest or go_on.wait(60)
+        return lower(self, bucket, name)
+
+    monkeypatch.setattr(ModelRunner, "_lower", slow)
+    with start(tmp_path) as llm:
+        runner = runner_of(llm)
+        assert sorted(map(str, runner.ready)) == ["decode 4", "mixed 8"]
+        early = answer(llm)
+        assert sorted(map(str, runner.ready)) == ["decode 4", "mixed 8"]
+        go_on.set()
+        llm.collective_rpc("finish_compilation")
+        assert sorted(map(str, runner.ready)) == ["decode 1", "decode 2", "decode 4", "mixed 8"]
+        assert answer(llm) == early
+        assert llm.collective_rpc("num_compiles_after_warm_up") == [0]
+
+
+def test_a_step_that_does_not_compile_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lower = ModelRunner._lower
+
+    def fail(self, bucket, name):
+        if str(bucket) == "decode 1":
+            raise RuntimeError("no such instruction")
+        return lower(self, bucket, name)
+
+    monkeypatch.setattr(ModelRunner, "_lower", fail)
+    with start(tmp_path) as llm:
+        with pytest.raises(RuntimeError, match="no such instruction"):
+            llm.collective_rpc("finish_compilation")
+        assert "decode 1 could not be compiled; a larger step takes its place" in caplog.text
+        assert len(answer(llm)) == 6
+
+
+def test_everything_before_the_first_step_if_asked(tmp_path: Path) -> None:
+    with start(tmp_path, background_compilation=False) as llm:
+        assert len(runner_of(llm).ready) == 4
+
+
+def test_a_shutdown_does_not_wait_for_what_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, lower = [], threading.Event(), ModelRunner._lower
+
+    def slow(self, bucket, name):
+        if bucket not in self.buckets.largest:
+            begun.append(str(bucket))
+            assert go_on.wait(60)
+        return lower(self, bucket, name)
+
+    monkeypatch.setattr(ModelRunner, "_lower", slow)
+    llm = start(tmp_path)
+    threading.Timer(0.2, go_on.set).start()
+    llm.shutdown()
+    assert begun in ([], ["decode 1"])
