@@ -381,6 +381,7 @@ class EngineConfig:
         cudagraph_capture_sizes: sizes of decode buckets, in requests; None for the default, which doubles up to max_num_seqs.
         compile_sizes: sizes of mixed buckets, in tokens; None for the default, which doubles up to max_num_batched_tokens.
         compilation_cache_dir: where compiled steps are kept between runs; None for nowhere.
+        compiled_dir: a folder made by `python -m jaxllm.build`: its programs are loaded, and none is ever compiled.
         background_compilation: serve as soon as the largest steps are compiled, and compile the smaller ones beside.
         log_stats: whether the engine counts and times its steps.
         stream_interval: tokens between two outputs of a stream; the first and the last always come at once.
@@ -397,6 +398,7 @@ class EngineConfig:
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     compile_sizes: tuple[int, ...] | None = None
     compilation_cache_dir: str | None = None
+    compiled_dir: str | None = None
     background_compilation: bool = True
     log_stats: bool = True
     stream_interval: int = 1

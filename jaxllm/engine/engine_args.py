@@ -111,6 +111,8 @@ class EngineArgs:
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
         compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
         compilation_cache_dir: by default `jaxllm/compiled` in the user's cache folder; "" keeps nothing.
+        compiled_dir: a folder made by `python -m jaxllm.build`: its programs are loaded, and none is ever compiled; refused
+            if they do not fit.
         background_compilation: serve as soon as the largest steps are compiled, and compile the smaller ones beside.
         disable_log_stats: do not count and time.
         stream_interval: tokens between two outputs of a stream.
@@ -152,6 +154,7 @@ class EngineArgs:
     cudagraph_capture_sizes: Sequence[int] | None = None
     compile_sizes: Sequence[int] | None = None
     compilation_cache_dir: str | None = None
+    compiled_dir: str | None = None
     background_compilation: bool = True
     disable_log_stats: bool = False
     stream_interval: int = 1
@@ -182,6 +185,10 @@ class EngineArgs:
         if self.enforce_eager:
             logger.info("enforce_eager has no effect: every step is compiled")
         check_choice("load_format", self.load_format, LoadFormat)
+        if self.compiled_dir is not None and self.compilation_cache_dir:
+            raise ValueError(
+                f"compiled_dir {self.compiled_dir!r} and compilation_cache_dir {self.compilation_cache_dir!r} exclude each other"
+            )
         platform = detect_platform()
         needs_weights = self.load_format != "dummy"
         source = resolve_model(self.model, revision=self.revision, download_dir=self.download_dir, weights=needs_weights)
@@ -222,6 +229,7 @@ class EngineArgs:
             cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),
             compile_sizes=_sizes("compile_sizes", self.compile_sizes, tokens),
             compilation_cache_dir=self._cache_dir(),
+            compiled_dir=self.compiled_dir,
             background_compilation=self.background_compilation,
             log_stats=not self.disable_log_stats,
             stream_interval=self.stream_interval,

@@ -115,9 +115,18 @@ class ModelRunner:
         self._background: BackgroundCompiler | None = None
         self.kv_caches: KVCaches = ()
         self.state: row_state.RowState | None = None
-        parts = (config.model.decoder, config.model.dtype, config.attention_backend, kv_cache_config, self.options)
-        limits = (self.max_num_seqs, self.max_blocks, config.cache.block_size)
-        self.program_cache = ProgramCache(config.compilation_cache_dir, list(mesh.devices.flat), (parts, limits))
+        parts = {
+            "model": config.model.decoder,
+            "dtype": config.model.dtype,
+            "attention_backend": config.attention_backend,
+            "KV cache": kv_cache_config,
+            "sampling": self.options,
+            "max_num_seqs": self.max_num_seqs,
+            "blocks a request (from max_model_len)": self.max_blocks,
+            "mesh": dict(mesh.shape),
+        }
+        directory = config.compiled_dir or config.compilation_cache_dir
+        self.program_cache = ProgramCache(directory, list(mesh.devices.flat), parts, config.compiled_dir is not None)
         self.prompt_logprobs = PromptLogprobs(graph, config.model, self.replicated)
         self._forget_requests()
 

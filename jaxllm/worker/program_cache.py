@@ -12,7 +12,7 @@ import platform
 import secrets
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,17 +56,31 @@ class ProgramCache:
     Args:
         directory: where to keep programs; None keeps none.
         devices: what they are compiled for, in the order of the mesh.
-        parts: whatever else all programs of an engine depend on; its `repr` must tell it all.
+        parts: whatever else all programs of an engine depend on, by what it is called; its `repr` must tell it all.
+        shipped: the directory was made by `python -m jaxllm.build`; nothing is ever compiled.
+
+    Attributes:
+        facts: all that the programs depend on, `parts` included.
     """
 
-    def __init__(self, directory: str | None, devices: list[jax.Device], parts: Any) -> None:
+    def __init__(self, directory: str | None, devices: list[jax.Device], parts: Mapping[str, Any], shipped: bool = False) -> None:
+        self._shipped = shipped
         self._directory = None if directory is None else Path(directory)
         self._devices = devices
         client = devices[0].client
-        versions = (jax.__version__, jaxlib.version.__version__, client.platform_version, platform.python_version())
-        kinds = [(device.platform, device.device_kind, device.id) for device in devices]
-        flags = (os.environ.get("XLA_FLAGS"), jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64)
-        self._common = repr((versions, kinds, _host() if client.platform == "cpu" else "", flags, source_digest(), parts))
+        facts = {
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.version.__version__,
+            "Python": platform.python_version(),
+            "driver": client.platform_version,
+            "devices": [(device.platform, device.device_kind, device.id) for device in devices],
+            "processor features": _host() if client.platform == "cpu" else "",
+            "XLA flags": (os.environ.get("XLA_FLAGS"), jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64),
+            "version of jaxllm": source_digest(),
+            **parts,
+        }
+        self.facts = {name: repr(value) for name, value in facts.items()}
+        self._common = repr(self.facts)
 
     def get(self, name: str, key: Any, lower: Callable[[str], jax.stages.Lowered]) -> jax.stages.Compiled:
         """The program, from disk or compiled and then kept.
@@ -77,12 +91,17 @@ class ProgramCache:
             lower: traces and lowers it, as a function of the name that it is given. jax's own cache knows a program by that name
                 too. It is a new one each time, so that cache never answers in place of the compiler: XLA:CPU cannot serialize a
                 program that was loaded.
+
+        Raises:
+            ValueError: if it is not among those that were shipped.
         """
         if self._directory is None:
             return lower("step").compile()
         digest = hashlib.sha256(f"{self._common}{key!r}".encode()).hexdigest()[:32]
         path = self._directory / f"{name.replace(' ', '-')}-{digest}.program"
         program = self._load(path)
+        if program is None and self._shipped:
+            raise ValueError(f"compiled_dir {str(self._directory)!r} holds no usable program for {name}: build it anew")
         if program is None:
             program = lower(f"step_{secrets.token_hex(8)}").compile()
             self._save(path, program)
@@ -96,7 +115,7 @@ class ProgramCache:
         except FileNotFoundError:
             return None
         except Exception as error:  # whatever is wrong with a cached file, compiling anew is right
-            logger.warning("%s cannot be used and is compiled anew: %s: %s", path, type(error).__name__, error)
+            logger.warning("%s cannot be used: %s: %s", path, type(error).__name__, error)
             return None
 
     def _save(self, path: Path, program: jax.stages.Compiled) -> None:

@@ -6,6 +6,7 @@ The order matters: init_device → load_model → determine_available_memory →
 import dataclasses
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxllm.weights.source import resolve_model
 from jaxllm.worker.buckets import Buckets
 from jaxllm.worker.compile_cache import CompileCounter, enable_persistent_cache
 from jaxllm.worker.kv_cache import check_num_blocks, num_blocks_in, total_bytes
+from jaxllm.worker.manifest import built_num_blocks, check_manifest
 from jaxllm.worker.model_runner import ModelRunner, StepInFlight
 from jaxllm.worker.row_state import state_bytes
 from jaxllm.worker.step import Weights
@@ -53,7 +55,7 @@ class Worker:
         Raises:
             ValueError: if there are fewer devices than the configuration asks for.
         """
-        enable_persistent_cache(self.config.compilation_cache_dir)
+        enable_persistent_cache(self.config.compiled_dir or self.config.compilation_cache_dir)
         size = self.config.parallel.tensor_parallel_size
         devices = jax.local_devices()
         if len(devices) < size:
@@ -118,7 +120,7 @@ class Worker:
         it is compiled again.
 
         Raises:
-            ValueError: if the blocks that fit do not hold one request of max_model_len tokens.
+            ValueError: if the blocks that fit do not hold one request of max_model_len tokens, or shipped programs do not fit.
         """
         model, cache = self.config.model, self.config.cache
         platform = self.devices[0].platform
@@ -139,7 +141,11 @@ class Worker:
                 self.config, self.mesh, self.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
             )
 
-        if cache.num_gpu_blocks_override is not None:
+        if self.config.compiled_dir is not None:
+            built = built_num_blocks(self.config.compiled_dir)
+            self.runner = runner_with(built if cache.num_gpu_blocks_override is None else cache.num_gpu_blocks_override)
+            check_manifest(Path(self.config.compiled_dir), self.built_for())
+        elif cache.num_gpu_blocks_override is not None:
             num_blocks = cache.num_gpu_blocks_override
             check_num_blocks(num_blocks, self.kv_cache_config, model.max_model_len, f"num_gpu_blocks_override is {num_blocks}")
             self.runner = runner_with(num_blocks)
@@ -186,6 +192,11 @@ class Worker:
     def finish_compilation(self) -> None:
         """Wait until every bucket is compiled: from then on the shapes of steps do not depend on time."""
         self.runner.finish_compilation()
+
+    def built_for(self) -> dict[str, str]:
+        """All that the compiled programs depend on, by name."""
+        buckets = [str(bucket) for bucket in self.runner.buckets]
+        return {**self.runner.program_cache.facts, "buckets": repr(buckets)}
 
     def start_model(self, scheduler_output: SchedulerOutput) -> StepInFlight:
         """Dispatch one step; its `result` waits for it."""

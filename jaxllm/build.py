@@ -1,0 +1,61 @@
+"""`python -m jaxllm.build`: compile every step of an engine for the devices of this machine, into a folder to ship.
+
+An engine that is started with `--compiled-dir` and the same arguments, on a machine of the same kind, compiles nothing.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, engine_args_of
+from jaxllm.engine.engine_args import EngineArgs
+from jaxllm.worker.manifest import write_manifest
+
+
+def build(args: EngineArgs, out: str) -> Path:
+    """Compile every step.
+
+    Args:
+        out: a folder that is empty or does not exist.
+
+    Returns:
+        The file that says what the programs were built for.
+
+    Raises:
+        ValueError: if the folder is not empty, or the arguments do not fit the model or the devices.
+    """
+    if args.compiled_dir is not None or args.compilation_cache_dir:
+        raise ValueError("compiled_dir and compilation_cache_dir name no place to build in: give --out")
+    folder = Path(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"--out must be an empty folder or a new one, got {out!r}")
+    config = replace(args.create_engine_config(), compilation_cache_dir=str(folder.absolute()), background_compilation=False)
+    from jaxllm.executor.uniproc import UniProcExecutor  # imports jax
+
+    executor = UniProcExecutor(config)
+    try:
+        # The whole start, so that what is compiled beside the steps is there too.
+        num_blocks = executor.initialize().num_blocks
+        facts = executor.worker.built_for()
+    finally:
+        executor.shutdown()
+    return write_manifest(folder, facts, num_blocks)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit code. A caller's mistake is one line on standard error and the code 2."""
+    parser = ArgumentParser(prog="python -m jaxllm.build", description=(__doc__ or "").strip())
+    parser.add_argument("--out", required=True, metavar="DIR", help="an empty folder or a new one")
+    add_engine_args(parser)
+    args = parser.parse_args(argv)
+    try:
+        print(build(engine_args_of(args), args.out))
+    except ValueError as error:
+        print(f"python -m jaxllm.build: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
