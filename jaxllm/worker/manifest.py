@@ -1,4 +1,4 @@
-"""What a folder of shipped programs was built for, so that one which does not fit is refused by name and not by a failing load."""
+"""What a folder of shipped programs was built for, so that one which does not fit is refused by name, not by a failing load."""
 
 import json
 from collections.abc import Mapping
