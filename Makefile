@@ -9,6 +9,8 @@ CANDIDATES := python3.12 python3.13 python3.14 python3 python
 FIND_PYTHON = for p in $(PYTHON) $(CANDIDATES); do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then command -v $$p; exit 0; fi; done; \
 	echo "no Python 3.12 or newer found; name one with: make PYTHON=/path/to/python3.12" >&2; exit 1
+# Python keeps what it compiles of the sources, also where the environment says not to: importing jax takes three times as long without.
+export PYTHONDONTWRITEBYTECODE :=
 SYNC = $(BIN)/uv sync --quiet --frozen --inexact --python $(BIN)/python
 
 help: ## list the targets
