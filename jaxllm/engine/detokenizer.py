@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tokenizers.decoders import DecodeStream
 
 from jaxllm.core.types import EngineCoreRequest
+from jaxllm.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -107,6 +108,8 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         self.num_sent_chars = 0
         self._text = ""
         self._pieces: list[str] = []  # text not yet joined to `_text`
+        # A stream without stop strings sends each piece once and needs no text as a whole, which would be copied at every token.
+        self._unsent: list[str] | None = [] if params.output_kind is RequestOutputKind.DELTA and not self.stop else None
         # With skip_special_tokens there is nothing to put a space between.
         joined = not params.skip_special_tokens and not params.spaces_between_special_tokens
         self.added_tokens = {i: t.content for i, t in self.tokenizer.get_added_tokens_decoder().items()} if joined else {}
@@ -129,6 +132,8 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
             if not text:
                 continue
             self._pieces.append(text)
+            if self._unsent is not None:
+                self._unsent.append(text)
             if self.stop and len(self.token_ids) > self.min_tokens:
                 found = find_stop_string(self.output_text, len(text), self.stop, self.include_stop)
                 if found is not None:
@@ -140,6 +145,10 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         return None
 
     def get_next_output_text(self, finished: bool, delta: bool) -> str:
+        if delta and self._unsent is not None:
+            text = "".join(self._unsent)
+            self._unsent.clear()
+            return text
         text = self.output_text
         end = len(text)
         if self.num_held_back and not finished:

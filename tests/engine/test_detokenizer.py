@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxllm.core.types import EngineCoreRequest
 from jaxllm.engine.detokenizer import IncrementalDetokenizer, find_stop_string
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 TOY = make_tokenizer()  # for properties, which take no fixtures
 ORACLE = Path(__file__).parents[1] / "data" / "oracle"
@@ -57,10 +57,11 @@ def test_oracle_stop_strings(case: dict[str, Any]) -> None:
     assert (list(found) if found else None) == case["result"]
 
 
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA])
 @pytest.mark.parametrize("case", DETOKENIZER["cases"], ids=range(len(DETOKENIZER["cases"])))
-def test_oracle_text(smollm: PreTrainedTokenizerFast, case: dict[str, Any]) -> None:
+def test_oracle_text(smollm: PreTrainedTokenizerFast, case: dict[str, Any], kind: RequestOutputKind) -> None:
     params = {name: case[name] for name in ("skip_special_tokens", "spaces_between_special_tokens") if name in case}
-    detokenizer = detokenizer_of(smollm, case["prompt_token_ids"], **params)
+    detokenizer = detokenizer_of(smollm, case["prompt_token_ids"], output_kind=kind, **params)
     deltas = []
     for token_id in case["output_token_ids"]:
         assert detokenizer.update([token_id], False) is None
@@ -118,7 +119,8 @@ def real_tokenizer() -> PreTrainedTokenizerFast:
 
 def test_oracle_with_the_real_tokenizer(real_tokenizer: PreTrainedTokenizerFast) -> None:
     for case in DETOKENIZER["cases"]:
-        test_oracle_text(real_tokenizer, case)
+        for kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA):
+            test_oracle_text(real_tokenizer, case, kind)
     for case in DETOKENIZER["stop_cases"]:
         test_oracle_stopping(real_tokenizer, case)
 
