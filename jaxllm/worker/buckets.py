@@ -67,6 +67,9 @@ class Buckets:
         """All buckets, the largest of each kind first: that is the order to compile them in."""
         return iter(sorted(self.decode + self.mixed, key=lambda bucket: -bucket.num_tokens))
 
+    def __len__(self) -> int:
+        return len(self.decode) + len(self.mixed)
+
     @property
     def largest(self) -> list[Bucket]:
         """The largest of each kind: every step fits one of them, so with these two an engine can serve."""

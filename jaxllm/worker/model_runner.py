@@ -191,11 +191,14 @@ class ModelRunner:
             self._background.wait()
         self._take_in_compiled()
 
+    def _compiled_buckets(self) -> list[Bucket]:
+        return list(self.programs)
+
     def _take_in_compiled(self) -> None:
         """Let steps use what has been compiled since, but for a runner asleep."""
-        if len(self.programs) == len(self.ready) or not self.kv_caches:
+        if len(self.ready) == len(self.buckets) or not self.kv_caches:
             return
-        for bucket in [bucket for bucket in list(self.programs) if bucket not in self.ready]:
+        for bucket in [bucket for bucket in self._compiled_buckets() if bucket not in self.ready]:
             # On a GPU the first run of a program picks algorithms and records command buffers; on a CPU one run will do.
             if self.on_gpu or bucket == self.buckets.decode[-1]:
                 vector, _ = self.layout(bucket).empty()
