@@ -386,6 +386,7 @@ class EngineConfig:
         use_tqdm_on_load: show progress bars while the engine starts.
         max_num_queued_reqs: most unfinished requests that the engine takes; None for no limit.
         max_num_queued_tokens: most prompt tokens of requests that have given no output yet; None for no limit.
+        profile_dir: folder for a trace of every step; None for none.
     """
 
     model: ModelConfig
@@ -401,6 +402,7 @@ class EngineConfig:
     use_tqdm_on_load: bool = False
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    profile_dir: str | None = None
 
     def __post_init__(self) -> None:
         check_at_least("stream_interval", self.stream_interval, 1)

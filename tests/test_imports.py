@@ -18,7 +18,7 @@ LAYERS = [
     {"layers"},
     {"core"},
     {"outputs"},
-    {"config", "sampling_params"},
+    {"config", "sampling_params", "trace"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Front ends check requests against what the device rows can hold, and stand on the same level as beam search.
@@ -32,7 +32,7 @@ ALLOWED = {
     ("serve", "beam_search"),
     ("cli", "serve"),
 }
-PURE = ("core", "config", "sampling_params", "outputs")
+PURE = ("core", "config", "sampling_params", "outputs", "trace")
 THIRD_PARTY_HOMES = {
     "transformers": {"weights", "tokenizer", "multimodal"},
     "flax": {"layers", "models", "worker"},

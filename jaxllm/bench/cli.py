@@ -16,6 +16,7 @@ COMMANDS = {
     "throughput": "many requests to the engine itself, without a server",
     "latency": "one batch to the engine itself, again and again",
     "startup": "the phases of an engine's start, with and without compiled programs",
+    "trace": "what the folder of --profile says: the stages of the steps and the device's idle gaps",
 }
 _HTTP_COMMANDS = ("serve", "sweep")
 
@@ -66,6 +67,11 @@ def _add_command(name: str, parser: ArgumentParser, flags: Sequence[str]) -> Cal
 
         startup.add_startup_args(parser)
         return lambda args: startup.run(args, flags)
+    if name == "trace":
+        from jaxllm.bench import trace
+
+        trace.add_trace_args(parser)
+        return trace.run
     from jaxllm.bench import offline
 
     (offline.add_throughput_args if name == "throughput" else offline.add_latency_args)(parser)

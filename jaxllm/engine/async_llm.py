@@ -24,6 +24,7 @@ from jaxllm.engine.parallel_sampling import ParentRequest
 from jaxllm.executor.abstract import Executor
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.trace import open_trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -69,6 +70,7 @@ class AsyncLLM:
         self._output_error: Exception | None = None
         self._output_handler: asyncio.Task[None] | None = None
         self.engine_core = AsyncMPClient(config, executor_class, config.log_stats)
+        self._trace = open_trace(config.profile_dir, "front end")
         self._tokenizer_threads = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
 
     @classmethod
@@ -204,6 +206,7 @@ class AsyncLLM:
             self.output_processor.fail_all(str(error))
 
     async def _process(self, outputs: EngineCoreOutputs) -> None:
+        begin = time.monotonic()
         iteration = IterationStats(time.time()) if self.metrics is not None else None
         for start in range(0, len(outputs.outputs), OUTPUTS_PER_TURN):
             if start:
@@ -214,6 +217,8 @@ class AsyncLLM:
             self.engine_core.abort_requests(processed.reqs_to_abort)
         if self.metrics is not None and iteration is not None:
             self.metrics.record(outputs.scheduler_stats, iteration)
+        if self._trace is not None:
+            self._trace.span("detokenize", begin, time.monotonic(), outputs=len(outputs.outputs))
 
     @property
     def dead_error(self) -> EngineDeadError | None:
@@ -356,6 +361,8 @@ class AsyncLLM:
         if self._output_handler is not None and not self._output_handler.get_loop().is_closed():
             self._output_handler.cancel()
         self.output_processor.fail_all(str(self.dead_error))
+        if self._trace is not None:
+            self._trace.close()
 
 
 def _num_chars(prompt: object) -> int:

@@ -17,6 +17,7 @@ from jaxllm.core.scheduler import Scheduler
 from jaxllm.core.types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats, StepStats
 from jaxllm.engine.errors import EngineDeadError
 from jaxllm.executor.abstract import Executor, StepHandle
+from jaxllm.trace import open_trace
 
 PauseMode = Literal["abort", "wait", "keep"]
 # What `sleep` puts to sleep and `wake_up` wakes.
@@ -64,6 +65,7 @@ class EngineCore:
         except BaseException:
             self.executor.shutdown()
             raise
+        self._trace = open_trace(config.profile_dir, "engine core")
 
     def make_request(self, request: EngineCoreRequest) -> Request:
         """What `add_request` takes. From any thread: hashing a long prompt takes a while.
@@ -133,19 +135,27 @@ class EngineCore:
             return False
         start = time.monotonic()
         scheduler_output = self.scheduler.schedule(start)
-        schedule_time = time.monotonic() - start
-        self._in_flight.append((scheduler_output, self.executor.start_model(scheduler_output), schedule_time))
+        scheduled = time.monotonic()
+        self._in_flight.append((scheduler_output, self.executor.start_model(scheduler_output), scheduled - start))
+        if self._trace is not None:
+            self._trace.span("schedule", start, scheduled, tokens=scheduler_output.total_num_scheduled_tokens)
+            self._trace.span("dispatch", scheduled, time.monotonic())
         return True
 
     def _finish_step(self, with_stats: bool = True) -> dict[int, EngineCoreOutputs]:
         """Wait for the oldest step in flight and take in its output."""
         scheduler_output, handle, schedule_time = self._in_flight.popleft()
+        start = time.monotonic()
         model_runner_output = handle.result()
+        waited = time.monotonic()
         # Before the outputs are looked at, so that an aborted request gives none.
         while not self.queued_aborts.empty():
             self.abort_requests(self.queued_aborts.get())
         now = time.monotonic()
         outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output, now)
+        if self._trace is not None:
+            self._trace.span("wait", start, waited)
+            self._trace.span("update", waited, time.monotonic())
         if self.log_stats and with_stats:
             if not outputs:
                 outputs[0] = EngineCoreOutputs(timestamp=now)
@@ -389,3 +399,5 @@ class EngineCore:
         if self.failure is None:
             self.failure = EngineDeadError("it was shut down")
         self.executor.shutdown()
+        if self._trace is not None:
+            self._trace.close()

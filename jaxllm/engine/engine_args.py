@@ -115,6 +115,7 @@ class EngineArgs:
         stream_interval: tokens between two outputs of a stream.
         max_num_queued_reqs: most unfinished requests that the engine takes; by default without limit.
         max_num_queued_tokens: most prompt tokens of requests that have given no output yet; by default without limit.
+        profile: folder to write a trace of every step to, for Perfetto and for `python -m jaxllm.bench trace`.
         use_tqdm_on_load: show progress bars while the engine starts.
         enforce_eager: accepted for compatibility; every step is compiled.
     """
@@ -155,6 +156,7 @@ class EngineArgs:
     stream_interval: int = 1
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    profile: str | None = None
     use_tqdm_on_load: bool = True
     enforce_eager: bool = False
 
@@ -225,6 +227,7 @@ class EngineArgs:
             use_tqdm_on_load=self.use_tqdm_on_load,
             max_num_queued_reqs=self.max_num_queued_reqs,
             max_num_queued_tokens=self.max_num_queued_tokens,
+            profile_dir=self.profile,
         )
 
     def load_tokenizer(self) -> "PreTrainedTokenizerFast | None":

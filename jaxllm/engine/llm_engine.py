@@ -17,6 +17,7 @@ from jaxllm.engine.parallel_sampling import ParentRequest
 from jaxllm.executor.abstract import Executor
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.trace import open_trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -68,6 +69,7 @@ class LLMEngine:
             self.engine_core = SyncMPClient(config, executor_class, config.log_stats)
         else:
             self.engine_core = InprocClient(config, executor_class or Executor.get_class(), config.log_stats)
+        self._trace = open_trace(config.profile_dir, "front end")
 
     @classmethod
     def from_engine_args(cls, args: "EngineArgs", usage: "UsageContext" = "llm", *, multiprocess: bool = False) -> "LLMEngine":
@@ -153,12 +155,15 @@ class LLMEngine:
             EngineDeadError: if the engine core failed.
         """
         outputs = self.engine_core.get_output()
+        start = time.monotonic()
         iteration = IterationStats(time.time()) if self.metrics is not None else None
         processed = self.output_processor.process_outputs(outputs.outputs, outputs.timestamp, iteration)
         if processed.reqs_to_abort:
             self.engine_core.abort_requests(processed.reqs_to_abort)
         if self.metrics is not None and iteration is not None:
             self.metrics.record(outputs.scheduler_stats, iteration)
+        if self._trace is not None:
+            self._trace.span("detokenize", start, time.monotonic(), outputs=len(outputs.outputs))
         return processed.request_outputs
 
     def abort_request(self, request_ids: Iterable[str]) -> None:
@@ -223,3 +228,5 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Free the devices. May be called more than once."""
         self.engine_core.shutdown()
+        if self._trace is not None:
+            self._trace.close()

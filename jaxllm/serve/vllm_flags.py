@@ -17,8 +17,6 @@ NOTED: dict[str, str] = {
     "--mm-processor-kwargs": "models take text only",
     "--media-io-kwargs": "models take text only",
     "--language-model-only": "models take text only",
-    "--async-scheduling": "the engine decides",
-    "--no-async-scheduling": "the engine decides",
     "--compilation-config": "every step is compiled, a program a bucket",
     "--optimization-level": "every step is compiled, a program a bucket",
     "--cudagraph-capture-sizes": "every step is compiled, a program a bucket",

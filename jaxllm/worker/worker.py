@@ -5,6 +5,7 @@ The order matters: init_device → load_model → determine_available_memory →
 
 import dataclasses
 import logging
+import time
 from collections.abc import Sequence
 
 import jax
@@ -16,11 +17,13 @@ from jaxllm.core.kv_cache_interface import KVCacheConfig, make_kv_cache_groups
 from jaxllm.core.output import SchedulerOutput
 from jaxllm.models.graph import build_model_graph
 from jaxllm.models.registry import model_class
+from jaxllm.trace import Trace
 from jaxllm.weights.dummy import dummy_params
 from jaxllm.weights.load import load_params
 from jaxllm.weights.source import resolve_model
 from jaxllm.worker.buckets import Buckets
 from jaxllm.worker.compile_cache import CompileCounter, enable_persistent_cache
+from jaxllm.worker.device_trace import DeviceTrace
 from jaxllm.worker.kv_cache import check_num_blocks, num_blocks_in, total_bytes
 from jaxllm.worker.model_runner import ModelRunner, StepInFlight
 from jaxllm.worker.row_state import state_bytes
@@ -45,6 +48,7 @@ class Worker:
         self._host_weights: list[np.ndarray] = []  # of a worker asleep at level 1
         self.runner: ModelRunner | None = None
         self.compile_counter: CompileCounter | None = None
+        self._trace: DeviceTrace | None = None
 
     def init_device(self) -> None:
         """Start jax, choose the devices and lay the mesh over them.
@@ -154,10 +158,18 @@ class Worker:
         self.runner.warm_up(buckets if self.devices[0].platform == "gpu" else self.runner.buckets.decode[:1])
         # From here on a compilation is a fault.
         self.compile_counter.count = 0
+        if self.config.profile_dir is not None:
+            self._trace = DeviceTrace(Trace(self.config.profile_dir, "worker"))
 
     def start_model(self, scheduler_output: SchedulerOutput) -> StepInFlight:
         """Dispatch one step; its `result` waits for it."""
-        return self.runner.start(scheduler_output)
+        if self._trace is None:
+            return self.runner.start(scheduler_output)
+        start = time.monotonic()
+        step = self.runner.start(scheduler_output)
+        result = None if step.output is None else step.output.sampled.token_ids
+        self._trace.add(start, time.monotonic(), result, str(step.bucket))
+        return step
 
     def num_compiles_after_warm_up(self) -> int:
         """Programs compiled since the engine was ready; 0 unless something is wrong."""
@@ -210,6 +222,8 @@ class Worker:
 
     def shutdown(self) -> None:
         """Give the devices' memory back, however far the start has come."""
+        if self._trace is not None:
+            self._trace.close()
         if self.compile_counter is not None:
             self.compile_counter.close()
         if self.runner is not None:
