@@ -327,6 +327,8 @@ class SchedulerConfig:
         full_sequence_must_fit: admit a request only if all its known tokens fit in the free blocks, not just its first chunk.
         num_lookahead_tokens: slots allocated beyond the scheduled tokens, for drafts.
         async_scheduling: schedule and dispatch a step before the tokens of the one before it are on the host.
+        num_decode_steps: most tokens of a request that one dispatch decodes, one after the other.
+        max_itl: milliseconds between two outputs of a stream, which bound the steps of a dispatch; None for no bound.
     """
 
     max_num_seqs: int = 256
@@ -338,8 +340,13 @@ class SchedulerConfig:
     full_sequence_must_fit: bool = True
     num_lookahead_tokens: int = 0
     async_scheduling: bool = True
+    num_decode_steps: int = 1
+    max_itl: float | None = None
 
     def __post_init__(self) -> None:
+        check_at_least("num_decode_steps", self.num_decode_steps, 1)
+        if self.max_itl is not None and not self.max_itl > 0:
+            raise ValueError(f"max_itl must be a positive number of milliseconds, got {self.max_itl!r}")
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
         check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_at_least("max_model_len", self.max_model_len, 1)
@@ -409,3 +416,8 @@ class EngineConfig:
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)
+        if self.scheduler.num_decode_steps > 1 and self.model.max_logprobs == -1:
+            raise ValueError(
+                f"num_decode_steps {self.scheduler.num_decode_steps} needs room on the device for the log probabilities of all "
+                "steps: max_logprobs must not be -1"
+            )

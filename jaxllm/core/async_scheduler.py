@@ -16,4 +16,5 @@ class AsyncScheduler(Scheduler):
         super()._update_after_schedule(requests, output)
         for request in requests:
             if not request.is_prefill_chunk:
-                request.num_output_placeholders += 1
+                is_multi_step = output.num_decode_steps > 1
+                request.num_output_placeholders += output.num_scheduled_tokens[request.request_id] if is_multi_step else 1

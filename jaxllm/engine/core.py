@@ -11,11 +11,12 @@ from typing import Any, Literal, get_args
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.async_scheduler import AsyncScheduler
-from jaxllm.core.output import SchedulerOutput
+from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.core.request import Request, RequestStatus
 from jaxllm.core.scheduler import Scheduler
 from jaxllm.core.types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats, StepStats
 from jaxllm.engine.errors import EngineDeadError
+from jaxllm.engine.pace import DecodePace
 from jaxllm.executor.abstract import Executor, StepHandle
 from jaxllm.trace import open_trace
 
@@ -50,8 +51,8 @@ class EngineCore:
         self._paused = False
         self.asleep: set[str] = set()
         self.queued_aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-        # Steps that were started and not read yet, the oldest first, with the seconds that scheduling them took.
-        self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
+        # Steps that were started and not read yet, the oldest first, with when that was and the seconds that scheduling took.
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float, float]] = deque()
         self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._undelivered: dict[int, EngineCoreOutputs] = {}
         # While it drains before a pause: what is to be done at the end, and the requests that came since.
@@ -62,6 +63,10 @@ class EngineCore:
             self.kv_cache_config = self.executor.initialize()
             scheduler_class = AsyncScheduler if config.scheduler.async_scheduling else Scheduler
             self.scheduler = scheduler_class(config.scheduler, config.cache, self.kv_cache_config)
+            self._pace: DecodePace | None = None
+            if config.scheduler.num_decode_steps > 1 and config.scheduler.max_itl is not None:
+                self._pace = DecodePace(config.scheduler.max_itl, config.scheduler.num_decode_steps)
+                self.scheduler.max_decode_steps = self._pace.num_steps
         except BaseException:
             self.executor.shutdown()
             raise
@@ -136,7 +141,7 @@ class EngineCore:
         start = time.monotonic()
         scheduler_output = self.scheduler.schedule(start)
         scheduled = time.monotonic()
-        self._in_flight.append((scheduler_output, self.executor.start_model(scheduler_output), scheduled - start))
+        self._in_flight.append((scheduler_output, self.executor.start_model(scheduler_output), scheduled, scheduled - start))
         if self._trace is not None:
             self._trace.span("schedule", start, scheduled, tokens=scheduler_output.total_num_scheduled_tokens)
             self._trace.span("dispatch", scheduled, time.monotonic())
@@ -144,10 +149,12 @@ class EngineCore:
 
     def _finish_step(self, with_stats: bool = True) -> dict[int, EngineCoreOutputs]:
         """Wait for the oldest step in flight and take in its output."""
-        scheduler_output, handle, schedule_time = self._in_flight.popleft()
+        scheduler_output, handle, started, schedule_time = self._in_flight.popleft()
         start = time.monotonic()
         model_runner_output = handle.result()
         waited = time.monotonic()
+        if self._pace is not None:
+            self._keep_pace(self._pace, scheduler_output, model_runner_output, started, waited)
         # Before the outputs are looked at, so that an aborted request gives none.
         while not self.queued_aborts.empty():
             self.abort_requests(self.queued_aborts.get())
@@ -171,6 +178,15 @@ class EngineCore:
                     worker.num_compiles,
                 )
         return outputs
+
+    def _keep_pace(
+        self, pace: DecodePace, scheduled: SchedulerOutput, output: ModelRunnerOutput, started: float, ended: float
+    ) -> None:
+        """Let the next steps decode as many tokens as fit in the time between two outputs. A step with prompts says nothing."""
+        num_steps = max(map(len, output.sampled_token_ids), default=0)
+        if num_steps and (scheduled.num_decode_steps > 1 or scheduled.total_num_scheduled_tokens == len(output.req_ids)):
+            pace.observe(started, ended, num_steps)
+            self.scheduler.max_decode_steps = pace.num_steps
 
     def _finish_all_steps(self) -> None:
         """Let no step be in flight; what comes of them is delivered by `take_undelivered`, statistics with the next step."""

@@ -106,6 +106,8 @@ class EngineArgs:
         long_prefill_token_threshold: most tokens of one request in a step while there are others; 0 for no limit.
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits in the free blocks.
         async_scheduling: dispatch a step before the tokens of the one before it are on the host.
+        num_decode_steps: most tokens of a request that one dispatch decodes, while nobody waits and nothing needs the host.
+        max_itl: milliseconds between two outputs of a stream, within which the steps of a dispatch must stay.
         tensor_parallel_size: devices that share each layer.
         attention_backend: "auto" picks by device.
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
@@ -147,6 +149,8 @@ class EngineArgs:
     long_prefill_token_threshold: int = 0
     scheduler_reserve_full_isl: bool = True
     async_scheduling: bool = True
+    num_decode_steps: int = 1
+    max_itl: float | None = None
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
     cudagraph_capture_sizes: Sequence[int] | None = None
@@ -216,6 +220,8 @@ class EngineArgs:
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 full_sequence_must_fit=self.scheduler_reserve_full_isl,
                 async_scheduling=self.async_scheduling,
+                num_decode_steps=self.num_decode_steps,
+                max_itl=self.max_itl,
             ),
             parallel=ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
             attention_backend=self.attention_backend,

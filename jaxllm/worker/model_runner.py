@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig
-from jaxllm.core.output import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput, SchedulerOutput, WorkerStepStats
+from jaxllm.core.output import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput, SchedulerOutput, WorkerStepStats
 from jaxllm.models.graph import ModelGraph
 from jaxllm.sample.logprobs import LogprobsArrays, concatenate, sampled_logprobs
 from jaxllm.sample.state import default_seed, pack_row
@@ -59,23 +59,48 @@ class StepInFlight:
         if self.bucket is None or self.output is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         start = time.monotonic()
-        token_ids = np.asarray(self.output.sampled.token_ids)[: len(self.req_ids)].tolist()
         output = ModelRunnerOutput(
             req_ids=self.req_ids,
             req_id_to_index={req_id: row for row, req_id in enumerate(self.req_ids)},
-            sampled_token_ids=[[token] if used else [] for token, used in zip(token_ids, self.sampled, strict=True)],
+            sampled_token_ids=self._token_ids(self.output),
         )
         if self.asking:
-            arrays: LogprobsArrays[np.ndarray] = jax.tree.map(np.asarray, self.output.sampled.logprobs)
-            parts = [sampled_logprobs(arrays, row, params) for row, params in self.asking]
-            output.logprobs = concatenate([part for part in parts if part is not None])
-            output.logprobs_start = {self.req_ids[row]: i for i, (row, _) in enumerate(self.asking)}
+            output.logprobs, output.logprobs_start = self._logprobs(self.output, output.sampled_token_ids)
         if self.prompt_chunks:
             assert self.output.hidden is not None
             output.prompt_logprobs = self.prompt_logprobs.collect(self.prompt_chunks, self.output.hidden)
-        num_padding_tokens = self.bucket.num_tokens - self.num_tokens
+        num_tokens, num_steps = self.num_tokens, 1
+        if self.output.num_sampled is not None:
+            numbers = [len(token_ids) for token_ids in output.sampled_token_ids]
+            num_tokens, num_steps = sum(numbers), max(numbers)
+        num_padding_tokens = self.bucket.num_tokens * num_steps - num_tokens
         output.stats = WorkerStepStats(self.dispatch_time, time.monotonic() - start, num_padding_tokens, self.num_compiles)
         return output
+
+    def _token_ids(self, output: StepOutput) -> list[list[int]]:
+        """What each row sampled."""
+        num_rows = len(self.req_ids)
+        token_ids = np.asarray(output.sampled.token_ids)
+        if output.num_sampled is None:
+            return [[token] if used else [] for token, used in zip(token_ids[:num_rows].tolist(), self.sampled, strict=True)]
+        numbers = np.asarray(output.num_sampled)[:num_rows].tolist()
+        return [tokens[:number] for tokens, number in zip(token_ids.T[:num_rows].tolist(), numbers, strict=True)]
+
+    def _logprobs(self, output: StepOutput, token_ids: list[list[int]]) -> tuple[LogprobsLists, dict[str, int]]:
+        """Of the tokens of all rows that ask for them, and where those of each request start."""
+        arrays: LogprobsArrays[np.ndarray] = jax.tree.map(np.asarray, output.sampled.logprobs)
+        steps = [arrays]
+        if output.num_sampled is not None:
+            steps = [jax.tree.map(lambda leaf, step=step: leaf[step], arrays) for step in range(len(arrays.ranks))]
+        parts: list[LogprobsLists] = []
+        starts = {}
+        for row, params in self.asking:
+            starts[self.req_ids[row]] = len(parts)
+            for step in steps[: len(token_ids[row])]:
+                part = sampled_logprobs(step, row, params)
+                assert part is not None
+                parts.append(part)
+        return concatenate(parts), starts
 
 
 class ModelRunner:
@@ -182,8 +207,12 @@ class ModelRunner:
         if num_tokens == 0:
             return StepInFlight(None, 0, [], np.empty(0, np.bool_), [], [], None, 0.0, 0, self.prompt_logprobs)
         req_ids, counts = self.batch.order(scheduler_output)
-        prompt_chunks = self.prompt_logprobs.chunks(self.weights, self.batch, scheduler_output, req_ids, counts)
-        bucket = self.buckets.choose(counts, mixed=bool(prompt_chunks))
+        prompt_chunks: list[PromptChunk] = []
+        if scheduler_output.num_decode_steps > 1:
+            bucket = self.buckets.choose_multi_step(len(req_ids))
+        else:
+            prompt_chunks = self.prompt_logprobs.chunks(self.weights, self.batch, scheduler_output, req_ids, counts)
+            bucket = self.buckets.choose(counts, mixed=bool(prompt_chunks))
         vector, sampled = self.batch.pack(self.layout(bucket), scheduler_output, req_ids, counts)
         params = self.batch.sampling_params
         asking = [
@@ -193,6 +222,8 @@ class ModelRunner:
         ]
         output = self._run(bucket, vector)
         output.sampled.token_ids.copy_to_host_async()
+        if output.num_sampled is not None:
+            output.num_sampled.copy_to_host_async()
         dispatch_time = time.monotonic() - start
         return StepInFlight(
             bucket,
@@ -234,6 +265,6 @@ class ModelRunner:
             self.prompt_logprobs.add(request)
             seed = default_seed(self.config.model.seed, request.req_id)
             sampling = pack_row(request.sampling_params, request.token_ids, request.num_prompt_tokens, self.vocab_size, seed)
-            new_rows[row] = NewRow(self.batch.block_table(request), sampling)
+            new_rows[row] = NewRow(self.batch.block_table(request), request.end_token_ids, sampling)
         if new_rows:
             self.state = row_state.write_rows(self.state, new_rows)

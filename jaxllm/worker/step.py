@@ -2,12 +2,15 @@
 
     step(weights, kv_caches, state, batch) -> (kv_caches, state, output)
 
-`kv_caches` and `state` are donated and updated in place.
+`kv_caches` and `state` are donated and updated in place. A bucket of several steps decodes in a loop on the device: the tokens
+are the same, but the host is asked once for all of them.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,27 +46,44 @@ class StepOutput(NamedTuple):
     """What a step gives back.
 
     Attributes:
-        sampled: of each row of the batch.
+        sampled: of each row of the batch. In a bucket of K steps every array has a leading axis [K], one entry a step.
         hidden: [T, M] of a mixed bucket, for prompt log probabilities; None of a decode bucket, which holds no prompt.
+        num_sampled: int32 [R], tokens that each row sampled, in a bucket of several steps; None in all others, where it is one.
     """
 
     sampled: SamplerOutput
     hidden: jax.Array | None
+    num_sampled: jax.Array | None = None
 
 
-def make_step(
-    graph: ModelGraph, layout: BatchLayout, options: StepOptions
-) -> Callable[[Weights, KVCaches, RowState, jax.Array], tuple[KVCaches, RowState, StepOutput]]:
+StepFunction = Callable[[Weights, KVCaches, RowState, jax.Array], tuple[KVCaches, RowState, StepOutput]]
+
+
+def make_step(graph: ModelGraph, layout: BatchLayout, options: StepOptions) -> StepFunction:
     """The step function of one bucket, to be jitted with `kv_caches` and `state` donated."""
-    bucket = layout.bucket
+    compute = _make_compute(graph, layout, options)
 
     def step(weights: Weights, kv_caches: KVCaches, state: RowState, vector: jax.Array):
         batch = layout.unpack(vector)
+        state = dataclasses.replace(state, block_tables=_write_table(state.block_tables, batch))
+        if layout.bucket.num_steps == 1:
+            return compute(weights, kv_caches, state, batch)
+        return _repeat(layout, partial(compute, weights), kv_caches, state, batch)
+
+    return step
+
+
+def _make_compute(
+    graph: ModelGraph, layout: BatchLayout, options: StepOptions
+) -> Callable[[Weights, KVCaches, RowState, Batch], tuple[KVCaches, RowState, StepOutput]]:
+    """From a batch whose blocks are in the tables to the sampled tokens."""
+    bucket = layout.bucket
+
+    def compute(weights: Weights, kv_caches: KVCaches, state: RowState, batch: Batch):
         model = graph.bind(weights)
-        block_tables = _write_table(state.block_tables, batch)
         last_tokens = state.last_tokens[jnp.minimum(batch.rows, layout.max_num_rows - 1)]
         token_ids = batch.token_ids.at[batch.last_token_index].set(last_tokens, mode="drop")
-        hidden, kv_caches = model(token_ids, kv_caches, layout.attention_metadata(batch, block_tables))
+        hidden, kv_caches = model(token_ids, kv_caches, layout.attention_metadata(batch, state.block_tables))
 
         def sample_rows(start: jax.Array | int, size: int) -> SamplerOutput:
             """Sample for batch rows `start` to `start + size`."""
@@ -85,14 +105,57 @@ def make_step(
         else:
             sampled = _sample_in_groups(sample_rows, batch.num_rows, bucket.num_rows, options.rows_per_group)
         metadata = gather(state.sampling, batch.sampled_rows)
-        new_state = RowState(
+        new_state = dataclasses.replace(
+            state,
             last_tokens=state.last_tokens.at[batch.sampled_rows].set(sampled.token_ids, mode="drop"),
-            block_tables=block_tables,
             sampling=update(state.sampling, metadata, batch.seq_lens, sampled.token_ids, metadata.in_use),
         )
         return kv_caches, new_state, StepOutput(sampled, None if bucket.decode_only else hidden)
 
-    return step
+    return compute
+
+
+def _repeat(
+    layout: BatchLayout,
+    compute: Callable[[KVCaches, RowState, Batch], tuple[KVCaches, RowState, StepOutput]],
+    kv_caches: KVCaches,
+    state: RowState,
+    batch: Batch,
+) -> tuple[KVCaches, RowState, StepOutput]:
+    """Decode until every row has sampled its limit of tokens or one that ends it. A row that is done is padding from then on."""
+    num_rows, nowhere = layout.bucket.num_rows, layout.max_num_rows
+    ends = state.end_ids[jnp.minimum(batch.rows, nowhere - 1)]
+
+    def one(i: jax.Array, active: jax.Array, kv_caches: KVCaches, state: RowState):
+        rows = jnp.where(active, batch.rows, nowhere)
+        # After the first step every input is what the step before it has sampled.
+        from_device = jnp.where(active, jnp.arange(num_rows, dtype=jnp.int32), num_rows)
+        now = dataclasses.replace(
+            batch,
+            rows=rows,
+            sampled_rows=rows,
+            seq_lens=jnp.where(active, batch.seq_lens + i, 0),
+            last_token_index=jnp.where(i == 0, batch.last_token_index, from_device),
+        )
+        return compute(kv_caches, state, now)
+
+    def unfinished(carry: Any) -> jax.Array:
+        return carry[1].any()
+
+    def body(carry: Any) -> Any:
+        i, active, num_sampled, kv_caches, state, results = carry
+        kv_caches, state, output = one(i, active, kv_caches, state)
+        results = jax.tree.map(lambda all_steps, new: all_steps.at[i].set(new), results, output.sampled)
+        num_sampled = num_sampled + active
+        ended = (output.sampled.token_ids[:, None] == ends).any(axis=1)
+        return i + 1, active & ~ended & (num_sampled < batch.limits), num_sampled, kv_caches, state, results
+
+    active = batch.limits > 0
+    shapes = jax.eval_shape(one, jnp.int32(0), active, kv_caches, state)[2].sampled
+    results = jax.tree.map(lambda leaf: jnp.zeros((layout.bucket.num_steps, *leaf.shape), leaf.dtype), shapes)
+    start = (jnp.int32(0), active, jnp.zeros(num_rows, jnp.int32), kv_caches, state, results)
+    _, _, num_sampled, kv_caches, state, results = lax.while_loop(unfinished, body, start)
+    return kv_caches, state, StepOutput(results, None, num_sampled)
 
 
 def _write_table(block_tables: jax.Array, batch: Batch) -> jax.Array:

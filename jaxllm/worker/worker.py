@@ -119,6 +119,7 @@ class Worker:
             least_tokens,
             self.config.cudagraph_capture_sizes,
             self.config.compile_sizes,
+            scheduler.num_decode_steps,
         )
 
         def runner_with(num_blocks: int) -> ModelRunner:

@@ -1,5 +1,6 @@
 """Asynchronous scheduling changes when things happen, never what comes out."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,8 +100,9 @@ def requests(draw: st.DrawFn) -> Asked:
     policy=st.sampled_from(["fcfs", "priority"]),
     prefix_caching=st.booleans(),
     budget=st.sampled_from([8, 16]),
+    num_steps=st.integers(2, 5),
 )
-def test_same_as_synchronous(asked, num_blocks, policy, prefix_caching, budget):
+def test_same_as_synchronous(asked, num_blocks, policy, prefix_caching, budget, num_steps):
     config = {
         "num_blocks": num_blocks,
         "policy": policy,
@@ -108,7 +110,14 @@ def test_same_as_synchronous(asked, num_blocks, policy, prefix_caching, budget):
         "max_num_batched_tokens": budget,
         "max_num_seqs": 6,
     }
-    assert answers(asked, **config, async_scheduling=True) == answers(asked, **config, async_scheduling=False)
+    expected = answers(asked, **config, async_scheduling=False)
+    assert answers(asked, **config, async_scheduling=True) == expected
+    # An abort comes after so many outputs, and with several steps a dispatch these hold more tokens.
+    asked = [dataclasses.replace(one, abort_after=None) for one in asked]
+    config["num_decode_steps"] = num_steps
+    expected = answers(asked, **{**config, "num_decode_steps": 1}, async_scheduling=False)
+    for is_async in (False, True):
+        assert answers(asked, **config, async_scheduling=is_async) == expected
 
 
 def test_the_next_step_starts_before_the_last_is_read():
