@@ -385,8 +385,8 @@ class EngineConfig:
 
     Attributes:
         attention_backend: "auto" picks by device.
-        cudagraph_capture_sizes: sizes of decode buckets, in requests; None for the default, which doubles up to max_num_seqs.
-        compile_sizes: sizes of mixed buckets, in tokens; None for the default, which doubles up to max_num_batched_tokens.
+        cudagraph_capture_sizes: sizes of decode buckets, in requests; None for a ladder up to max_num_seqs.
+        compile_sizes: sizes of mixed buckets, in tokens; None for a ladder up to max_num_batched_tokens.
         compilation_cache_dir: where compiled steps are kept between runs; None for nowhere.
         log_stats: whether the engine counts and times its steps.
         stream_interval: tokens between two outputs of a stream; the first and the last always come at once.

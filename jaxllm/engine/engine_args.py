@@ -110,8 +110,8 @@ class EngineArgs:
         max_itl: milliseconds between two outputs of a stream, within which the steps of a dispatch must stay.
         tensor_parallel_size: devices that share each layer.
         attention_backend: "auto" picks by device.
-        cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
-        compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
+        cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default a ladder up to max_num_seqs.
+        compile_sizes: sizes of mixed steps to compile, in tokens; by default a ladder up to max_num_batched_tokens.
         compilation_cache_dir: by default `jaxllm/compiled` in the user's cache folder; "" keeps nothing.
         disable_log_stats: do not count and time.
         stream_interval: tokens between two outputs of a stream.

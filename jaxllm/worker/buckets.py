@@ -29,12 +29,22 @@ class Bucket:
         return f"decode {self.num_rows}" if self.decode_only else f"mixed {self.num_tokens}"
 
 
-def doubling(first: int, last: int) -> list[int]:
-    """`first`, 2 * `first`, 4 * `first`, … below `last`, and `last` itself."""
+# Below these sizes a default size is twice the one before it. Beyond them there are sizes between the powers of two: a finer
+# ladder wastes less of the devices' work on padding, and takes longer to compile.
+FINE_DECODE_FROM, FINE_MIXED_FROM = 8, 128
+DECODE_PARTS = 2
+
+
+def ladder(first: int, last: int, fine_from: int, parts: int) -> list[int]:
+    """Sizes from `first`, a power of two, to exactly `last`.
+
+    Each is twice the one before it up to `fine_from`; from there on the way from one power of two to the next has `parts` steps.
+    """
     sizes = []
     while first < last:
         sizes.append(first)
-        first *= 2
+        power = 1 << (first.bit_length() - 1)
+        first += power // parts if power >= fine_from else power
     return [*sizes, last]
 
 
@@ -43,7 +53,8 @@ class Buckets:
 
     Args:
         least_tokens: no step is smaller. 2 where a matrix product with one row is slow (bfloat16 on XLA:CPU).
-        decode_sizes, mixed_sizes: instead of the default, which doubles.
+        decode_sizes, mixed_sizes: instead of the default ladders.
+        mixed_parts: steps between two powers of two in the default ladder of mixed buckets.
         num_decode_steps: if more than 1, every decode bucket is there a second time, with this many steps.
 
     Raises:
@@ -58,9 +69,10 @@ class Buckets:
         decode_sizes: Sequence[int] | None = None,
         mixed_sizes: Sequence[int] | None = None,
         num_decode_steps: int = 1,
+        mixed_parts: int = 4,
     ) -> None:
-        decode = list(decode_sizes or doubling(1, max_num_seqs))
-        mixed = list(mixed_sizes or doubling(16, max_num_batched_tokens))
+        decode = list(decode_sizes or ladder(1, max_num_seqs, FINE_DECODE_FROM, DECODE_PARTS))
+        mixed = list(mixed_sizes or ladder(16, max_num_batched_tokens, FINE_MIXED_FROM, mixed_parts))
         if decode != sorted(set(decode)) or decode[-1] < max_num_seqs:
             raise ValueError(f"decode bucket sizes must rise to max_num_seqs {max_num_seqs}, got {decode}")
         if mixed != sorted(set(mixed)) or mixed[-1] < max_num_batched_tokens:

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 CPU_KV_CACHE_BYTES = 2**30
 # On a CPU a row of logits costs as much as a token of a small model, so mixed steps pay for the rows in use only.
 CPU_ROWS_PER_GROUP = 32
+# A CPU with few cores compiles slowly, and gets along with fewer sizes of mixed steps.
+CPU_MIXED_PARTS = 2
 
 
 class Worker:
@@ -120,6 +122,7 @@ class Worker:
             self.config.cudagraph_capture_sizes,
             self.config.compile_sizes,
             scheduler.num_decode_steps,
+            CPU_MIXED_PARTS if platform == "cpu" else 4,
         )
 
         def runner_with(num_blocks: int) -> ModelRunner:
