@@ -97,12 +97,14 @@ class WorkerStepStats(NamedTuple):
         wait_time: seconds from then until its results were on the host.
         num_padding_tokens: computed for nobody, to fill the bucket.
         num_compiles: programs compiled since the engine was ready, in all steps; a fault if it is not 0.
+        num_tokens: computed for requests.
     """
 
     dispatch_time: float = 0.0
     wait_time: float = 0.0
     num_padding_tokens: int = 0
     num_compiles: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -108,6 +108,7 @@ class StepStats:
     update_time: float = 0.0
     num_padding_tokens: int = 0
     num_compiles: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -176,6 +176,7 @@ class EngineCore:
                     time.monotonic() - now,
                     worker.num_padding_tokens,
                     worker.num_compiles,
+                    worker.num_tokens,
                 )
         return outputs
 

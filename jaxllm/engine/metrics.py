@@ -249,6 +249,7 @@ class EngineMetrics:
             stage: counter("step_time_seconds", "Seconds of the steps, by what they went to.", stage=stage)
             for stage in ("schedule", "dispatch", "wait", "update")
         }
+        self.computed_tokens = counter("computed_tokens", "Tokens that steps computed for requests.")
         self.padding_tokens = counter("padding_tokens", "Tokens computed for nobody, to fill buckets.")
         self.compiles_after_warm_up = counter("compiles_after_warm_up", "Programs compiled since the start; a fault if not 0.")
         self.iteration_tokens = histogram("iteration_tokens_total", "Tokens of a step.", ITERATION_TOKENS_BUCKETS)
@@ -291,6 +292,7 @@ class EngineMetrics:
             if (step := scheduler.step) is not None:
                 for stage, counter in self.step_time.items():
                     counter.value += getattr(step, stage + "_time")
+                self.computed_tokens.value += step.num_tokens
                 self.padding_tokens.value += step.num_padding_tokens
                 self.compiles_after_warm_up.value = step.num_compiles
         self.num_preemptions.value += iteration.num_preemptions

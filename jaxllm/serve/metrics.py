@@ -124,9 +124,12 @@ class StatsLogger:
         was_idle, self.was_idle = self.was_idle, not (running or waiting or prompt or generation)
         if was_idle and self.was_idle:
             return None
+        padding = new.get("padding_tokens", 0)
+        computed = padding + new.get("computed_tokens", 0)
         queries, hits = new.get("prefix_cache_queries", 0), new.get("prefix_cache_hits", 0)
         return (
             f"running {running:.0f}, waiting {waiting:.0f}, KV cache {100 * totals.get('kv_cache_usage_perc', 0):.1f}% in use, "
             f"prompt {prompt / seconds:.1f} tokens/s, generation {generation / seconds:.1f} tokens/s, "
-            f"prefix cache hits {100 * hits / queries if queries else 0:.1f}%"
+            f"prefix cache hits {100 * hits / queries if queries else 0:.1f}%, "
+            f"padding {100 * padding / computed if computed else 0:.1f}%"
         )

@@ -74,7 +74,8 @@ class StepInFlight:
             numbers = [len(token_ids) for token_ids in output.sampled_token_ids]
             num_tokens, num_steps = sum(numbers), max(numbers)
         num_padding_tokens = self.bucket.num_tokens * num_steps - num_tokens
-        output.stats = WorkerStepStats(self.dispatch_time, time.monotonic() - start, num_padding_tokens, self.num_compiles)
+        wait_time = time.monotonic() - start
+        output.stats = WorkerStepStats(self.dispatch_time, wait_time, num_padding_tokens, self.num_compiles, num_tokens)
         return output
 
     def _token_ids(self, output: StepOutput) -> list[list[int]]:
