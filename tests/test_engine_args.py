@@ -4,6 +4,7 @@ import logging
 import pytest
 
 from jaxllm.engine import engine_args
+from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, engine_args_of
 from jaxllm.engine.engine_args import EngineArgs, default_batch_sizes, detect_platform
 
 CONFIG = {
@@ -130,3 +131,29 @@ def test_cache_folder(model, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert make(model).compilation_cache_dir == str(tmp_path / "jaxllm" / "compiled")
     assert make(model, compilation_cache_dir="").compilation_cache_dir is None
+
+
+def test_flags_of_scheduling_and_profiling(model):
+    parser = ArgumentParser()
+    add_engine_args(parser)
+    flags = ["--no-async-scheduling", "--num-decode-steps", "4", "--max-itl", "37.5", "--profile", "traces"]
+    args = engine_args_of(parser.parse_args(["--model", model, "--load-format", "dummy", *flags]))
+    config = args.create_engine_config()
+    scheduler = config.scheduler
+    assert (scheduler.async_scheduling, scheduler.num_decode_steps, scheduler.max_itl) == (False, 4, 37.5)
+    assert config.profile_dir == "traces"
+    default = make(model)
+    assert (default.scheduler.async_scheduling, default.scheduler.num_decode_steps, default.profile_dir) == (True, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_decode_steps": 0}, "num_decode_steps must be an integer of at least 1, got 0"),
+        ({"max_itl": 0.0}, "max_itl must be a positive number of milliseconds, got 0.0"),
+        ({"num_decode_steps": 2, "max_logprobs": -1}, "max_logprobs must not be -1"),
+    ],
+)
+def test_wrong_multi_step_arguments(model, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        make(model, **wrong)
