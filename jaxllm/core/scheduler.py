@@ -11,6 +11,7 @@ from jaxllm.config import CacheConfig, SchedulerConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig
 from jaxllm.core.kv_cache_manager import BlockIds, KVCacheManager
 from jaxllm.core.kv_cache_utils import BlockHasher
+from jaxllm.core.multi_step import decode_counts
 from jaxllm.core.output import CachedRequestData, LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxllm.core.request import Request, RequestStatus
 from jaxllm.core.request_queue import create_request_queue
@@ -250,29 +251,13 @@ class Scheduler:
         waiting.prepend_all(skipped)
 
     def _schedule_further_decodes(self, step: _Step) -> None:
-        """Let a step of nothing but decodes go on for several tokens a request, if nobody is kept waiting by that.
-
-        Not while requests wait, for they would wait longer; not while a request needs the host after each token; and never at the
-        price of a preemption: where blocks are short, fewer tokens are decoded.
-        """
+        """Let a step of nothing but decodes go on for several tokens a request, unless somebody waits: it would wait longer."""
         if self.waiting or step.admitted or step.preempted_req_ids or step.spec_decode_tokens:
             return
-        rooms = []
-        for request in step.running:
-            num_tokens = len(request.all_token_ids) + request.num_output_placeholders
-            num_outputs = num_tokens - request.num_prompt_tokens
-            decodes = num_outputs > 0 and request.num_computed_tokens + 1 == num_tokens
-            if not decodes or request.needs_host_each_token:
-                return
-            rooms.append(max(1, min(request.max_tokens - num_outputs, self.max_model_len - num_tokens)))
-        num_steps = min(self.max_decode_steps, max(rooms, default=1))
-        while num_steps > 1 and not self.kv_cache_manager.fits(step.running, [min(room, num_steps) for room in rooms]):
-            num_steps //= 2
-        if num_steps <= 1:
-            return
-        step.num_decode_steps = num_steps
-        for request, room in zip(step.running, rooms, strict=True):
-            request_id, num_tokens = request.request_id, min(room, num_steps)
+        counts = decode_counts(step.running, self.max_decode_steps, self.max_model_len, self.kv_cache_manager)
+        step.num_decode_steps = max(counts, default=1)
+        for request, num_tokens in zip(step.running, counts, strict=False):
+            request_id = request.request_id
             block_ids = self.kv_cache_manager.allocate_slots(request, num_tokens)
             assert block_ids is not None, f"no blocks for {num_tokens} tokens of request {request_id!r}, which were counted"
             if block_ids:
