@@ -327,6 +327,7 @@ class SchedulerConfig:
         full_sequence_must_fit: admit a request only if all its known tokens fit in the free blocks, not just its first chunk.
         num_lookahead_tokens: slots allocated beyond the scheduled tokens, for drafts.
         async_scheduling: schedule and dispatch a step before the tokens of the one before it are on the host.
+        num_pipeline_stages: as pipeline_parallel_size in ParallelConfig.
     """
 
     max_num_seqs: int = 256
@@ -338,6 +339,7 @@ class SchedulerConfig:
     full_sequence_must_fit: bool = True
     num_lookahead_tokens: int = 0
     async_scheduling: bool = True
+    num_pipeline_stages: int = 1
 
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -346,6 +348,7 @@ class SchedulerConfig:
         check_choice("scheduling_policy", self.policy, SchedulingPolicy)
         check_at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         check_at_least("num_lookahead_tokens", self.num_lookahead_tokens, 0)
+        check_at_least("pipeline_parallel_size", self.num_pipeline_stages, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs {self.max_num_seqs}"
@@ -364,12 +367,18 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many devices, and who drives them."""
+    """How many devices, and who drives them.
+
+    Attributes:
+        pipeline_parallel_size: stages, each with some of the layers and with `tensor_parallel_size` devices.
+    """
 
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
 
 
 @dataclass(frozen=True)
@@ -404,6 +413,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_at_least("stream_interval", self.stream_interval, 1)
+        num_stages, num_layers = self.parallel.pipeline_parallel_size, self.model.decoder.num_layers
+        if num_stages > num_layers:
+            raise ValueError(f"pipeline_parallel_size {num_stages} is greater than the model's {num_layers} layers")
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)
