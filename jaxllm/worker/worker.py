@@ -44,7 +44,8 @@ class Worker:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.weights: Weights = ()
-        self._host_weights: list[np.ndarray] = []  # of a worker asleep at level 1
+        # Of a worker asleep at level 1: what each of its devices held of each weight.
+        self._host_weights: list[list[tuple[jax.Device, np.ndarray]]] = []
         self.runner: ModelRunner | None = None
         self.compile_counter: CompileCounter | None = None
 
@@ -177,7 +178,8 @@ class Worker:
             self._host_weights = []
         for weight in self.weights:
             if level == 1:
-                self._host_weights.append(np.array(weight))  # a copy: on a CPU, np.asarray would keep the device's memory
+                # Copies: on a CPU, np.asarray would keep the device's memory.
+                self._host_weights.append([(shard.device, np.array(shard.data)) for shard in weight.addressable_shards])
             weight.delete()
         self.weights = ()
         self.runner.set_weights(())
@@ -192,7 +194,12 @@ class Worker:
         if "weights" in tags and not self.weights:
             if self._host_weights:
                 host_weights, self._host_weights = self._host_weights, []
-                self.weights = tuple(map(jax.device_put, host_weights, self.shardings.values()))
+                self.weights = tuple(
+                    jax.make_array_from_single_device_arrays(
+                        spec.shape, self.shardings[spec.path], [jax.device_put(part, device) for device, part in parts]
+                    )
+                    for spec, parts in zip(self.specs, host_weights, strict=True)
+                )
             else:
                 self.weights = self._load_weights()
             self.runner.set_weights(self.weights)
