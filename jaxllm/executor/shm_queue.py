@@ -353,7 +353,7 @@ class QueueReader(_Mapped):
 
 
 def wait_any(readers: Iterable[QueueReader], fds: Iterable[int], timeout: float | None) -> set[int]:
-    """Wait until one of the queues may have something, or one of the file descriptors is readable. It may also return for nothing.
+    """Wait until a queue may have something, or a file descriptor is readable. It may also return for nothing.
 
     Args:
         timeout: seconds; None for no limit.
@@ -366,8 +366,9 @@ def wait_any(readers: Iterable[QueueReader], fds: Iterable[int], timeout: float 
     for end in (*readers, *fds):
         poll.register(end, select.POLLIN)
     left = _LONGEST_SLEEP_S if timeout is None else max(0.0, min(_LONGEST_SLEEP_S, timeout))
-    if not all([reader.fall_asleep() for reader in readers]):
-        left = 0
+    asleep = [reader.fall_asleep() for reader in readers]
+    if not all(asleep):
+        left = 0.0
     ready = {fd for fd, _ in poll.poll(left * 1000)}
     for reader in readers:
         reader.wake()

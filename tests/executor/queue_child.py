@@ -1,4 +1,4 @@
-"""A process at one end of a queue, for the tests of what happens when it is killed. Arguments: what to do, and the pickled end."""
+"""A process at one end of a queue, for tests that kill it. Arguments: what to do, and the pickled end."""
 
 import pickle
 import sys

@@ -188,11 +188,15 @@ def test_a_reader_that_is_killed_does_not_hold_up_the_writer():
     assert process.stdout.readline() == b"ready\n"
     timer = threading.Timer(0.05, process.kill)
     timer.start()
-    with pytest.raises(PeerGoneError) as raised:
-        # The ring fills up, as the other process reads no more; reader 0 here does, but is not the one that is missing.
+
+    def write_until_full() -> None:
         while True:
             writer.put([b"y" * 10], timeout=20)
             assert reader.get(timeout=20)
+
+    # The other process reads no more, so the ring fills up.
+    with pytest.raises(PeerGoneError) as raised:
+        write_until_full()
     assert raised.value.reader == 1
     timer.join()
     kill(process)
