@@ -27,6 +27,7 @@ class DecoderLayer(nnx.Module):
         config: DecoderConfig,
         dtype: jnp.dtype,
         *,
+        shares: decoder_params.Shares,
         sliding_window: int | None,
         kv_group: int,
         num_stripes: int,
@@ -37,8 +38,8 @@ class DecoderLayer(nnx.Module):
         self.attention_norm = norm()
         self.attention = Attention(
             config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=decoder_params.num_cache_heads(config, num_stripes),
+            num_heads=shares.num_heads,
+            num_kv_heads=shares.num_kv_heads,
             head_dim=config.head_dim,
             qkv_bias=config.qkv_bias,
             out_bias=config.attention_out_bias,
@@ -53,7 +54,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm()
         self.mlp = GatedMLP(
             config.hidden_size,
-            config.intermediate_size,
+            shares.intermediate_size,
             activation=config.hidden_act,
             use_bias=config.mlp_bias,
             num_stripes=num_stripes,
@@ -105,16 +106,17 @@ class Decoder(nnx.Module):
             attention_backend: `implementation` of `paged_attention`.
 
         Raises:
-            ValueError: if the heads cannot be shared by `num_stripes` devices, or `kv_groups` does not fit.
+            ValueError: if `num_stripes` is below 1, or `kv_groups` does not fit.
         """
         if len(kv_groups) != config.num_layers:
             raise ValueError(f"kv_groups has {len(kv_groups)} entries for {config.num_layers} layers")
-        decoder_params.check_stripes(config, num_stripes)
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        shares = decoder_params.Shares.of(config, num_stripes)
+        self.embed = Embedding(shares.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nnx.List(
             DecoderLayer(
                 config,
                 dtype,
+                shares=shares,
                 sliding_window=window,
                 kv_group=group,
                 num_stripes=num_stripes,
@@ -124,7 +126,7 @@ class Decoder(nnx.Module):
             for window, (group, _) in zip(config.sliding_windows, kv_groups, strict=True)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.lm_head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.lm_head = None if config.tie_word_embeddings else Embedding(shares.vocab_size, config.hidden_size, dtype=dtype)
         self.config = config
         self.array_of_layer = tuple(array for _, array in kv_groups)
 
@@ -142,13 +144,26 @@ class Decoder(nnx.Module):
         return self.norm(x), tuple(caches)
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [R, M] -> float32 [R, V]."""
-        return (self.lm_head or self.embed).logits(hidden)
+        """hidden [R, M] -> float32 [R, V]; V with the padding of `padded_vocab_size`, whose logits are -inf."""
+        logits = (self.lm_head or self.embed).logits(hidden)
+        if logits.shape[1] == self.config.vocab_size:
+            return logits
+        return jnp.where(jnp.arange(logits.shape[1]) < self.config.vocab_size, logits, -jnp.inf)
 
     @staticmethod
     def param_specs(config: DecoderConfig, dtype: str, num_stripes: int = 1) -> list[ParamSpec]:
         """Every parameter and the checkpoint tensors that it is made of."""
         return decoder_params.param_specs(config, dtype, num_stripes)
+
+    @staticmethod
+    def padded_vocab_size(config: DecoderConfig, num_stripes: int = 1) -> int:
+        """V as `compute_logits` gives it."""
+        return decoder_params.Shares.of(config, num_stripes).vocab_size
+
+    @staticmethod
+    def padding(config: DecoderConfig, num_stripes: int) -> str:
+        """What must be filled up with zero weights so that `num_stripes` devices share it evenly; "" for nothing."""
+        return decoder_params.Shares.of(config, num_stripes).padding(config)
 
     @staticmethod
     def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:

@@ -24,9 +24,11 @@ class ModelGraph:
 
     Attributes:
         specs: its parameters; `bind` takes the weights in this order.
+        vocab_size: V as `compute_logits` gives it, with what fills it up for the devices to share it evenly.
     """
 
     specs: tuple[ParamSpec, ...]
+    vocab_size: int
     _graphdef: Any
     _treedef: Any
     _order: tuple[int, ...]
@@ -80,4 +82,4 @@ def build_model_graph(
         index = index_of[".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))]
         assert leaf.shape == specs[index].shape, f"{specs[index].path}: {leaf.shape} built, {specs[index].shape} specified"
         order.append(index)
-    return ModelGraph(specs, graphdef, treedef, tuple(order))
+    return ModelGraph(specs, cls.padded_vocab_size(config, num_stripes), graphdef, treedef, tuple(order))

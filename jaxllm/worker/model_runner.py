@@ -101,17 +101,19 @@ class ModelRunner:
         self.config, self.graph, self.weights, self.buckets = config, graph, weights, buckets
         self.kv_cache_config = kv_cache_config
         self.max_num_seqs = config.scheduler.max_num_seqs
-        self.vocab_size = config.model.decoder.vocab_size
+        self.vocab_size = graph.vocab_size
         self.max_blocks = max_blocks_per_request(config.model.max_model_len, config.cache.block_size)
         self.num_groups = len(kv_cache_config.groups)
         self.replicated = sharding_of(mesh, ())
         self.kv_sharding = sharding_of(mesh, KV_CACHE_AXES)
-        self.options = StepOptions(config.model.max_logprobs, config.model.logprobs_mode, rows_per_group)
+        max_logprobs = config.model.max_logprobs if config.model.max_logprobs != -1 else config.model.decoder.vocab_size
+        self.options = StepOptions(max_logprobs, config.model.logprobs_mode, rows_per_group)
         self.programs: dict[Bucket, jax.stages.Compiled] = {}
         self.kv_caches: KVCaches = ()
         self.state: row_state.RowState | None = None
         parts = (config.model.decoder, config.model.dtype, config.attention_backend, kv_cache_config, self.options)
         limits = (self.max_num_seqs, self.max_blocks, config.cache.block_size)
+        parts = (*parts, mesh.axis_names, mesh.devices.shape)
         self.program_cache = ProgramCache(config.compilation_cache_dir, list(mesh.devices.flat), (parts, limits))
         self.prompt_logprobs = PromptLogprobs(graph, config.model, self.replicated)
         self._forget_requests()

@@ -65,6 +65,9 @@ class Worker:
         """Build the model abstractly and put its weights on the devices."""
         model, parallel = self.config.model, self.config.parallel
         stripes = parallel.tensor_parallel_size
+        padding = model_class(model.decoder.architecture).padding(model.decoder, stripes)
+        if padding:
+            logger.info("%d devices share the model evenly: filled up with zeros are %s", stripes, padding)
         specs = model_class(model.decoder.architecture).kv_cache_specs(
             model.decoder, self.config.cache.block_size, model.dtype, stripes
         )
