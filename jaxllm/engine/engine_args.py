@@ -107,6 +107,10 @@ class EngineArgs:
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits in the free blocks.
         async_scheduling: dispatch a step before the tokens of the one before it are on the host.
         tensor_parallel_size: devices that share each layer.
+        distributed_executor_backend: "uni", one process drives all devices; "mp", worker processes drive some each.
+        devices_per_worker: devices that each worker process drives, under "mp".
+        execute_model_timeout: seconds for a step, after which worker processes count as hung.
+        worker_hang_timeout: seconds without a sign of life after which a worker process counts as hung.
         attention_backend: "auto" picks by device.
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
         compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
@@ -147,6 +151,10 @@ class EngineArgs:
     scheduler_reserve_full_isl: bool = True
     async_scheduling: bool = True
     tensor_parallel_size: int = 1
+    distributed_executor_backend: str = "uni"
+    devices_per_worker: int = 1
+    execute_model_timeout: float = 300.0
+    worker_hang_timeout: float = 8.0
     attention_backend: str = "auto"
     cudagraph_capture_sizes: Sequence[int] | None = None
     compile_sizes: Sequence[int] | None = None
@@ -215,7 +223,13 @@ class EngineArgs:
                 full_sequence_must_fit=self.scheduler_reserve_full_isl,
                 async_scheduling=self.async_scheduling,
             ),
-            parallel=ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
+            parallel=ParallelConfig(
+                tensor_parallel_size=self.tensor_parallel_size,
+                distributed_executor_backend=self.distributed_executor_backend,  # type: ignore[arg-type]  # checked at birth
+                devices_per_worker=self.devices_per_worker,
+                execute_model_timeout=self.execute_model_timeout,
+                worker_hang_timeout=self.worker_hang_timeout,
+            ),
             attention_backend=self.attention_backend,
             cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),
             compile_sizes=_sizes("compile_sizes", self.compile_sizes, tokens),

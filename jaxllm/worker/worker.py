@@ -8,7 +8,6 @@ import logging
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 import psutil
 
 from jaxllm.config import EngineConfig
@@ -23,6 +22,8 @@ from jaxllm.worker.buckets import Buckets
 from jaxllm.worker.compile_cache import CompileCounter, enable_persistent_cache
 from jaxllm.worker.kv_cache import check_num_blocks, num_blocks_in, total_bytes
 from jaxllm.worker.model_runner import ModelRunner, StepInFlight
+from jaxllm.worker.place import WorkerPlace
+from jaxllm.worker.processes import Pieces, from_host, join_processes, to_host
 from jaxllm.worker.row_state import state_bytes
 from jaxllm.worker.step import Weights
 from sharding.mesh import make_mesh
@@ -37,12 +38,17 @@ CPU_ROWS_PER_GROUP = 32
 
 
 class Worker:
-    """Drives the local devices. What the executor calls, and nothing above it knows jax."""
+    """Drives the local devices. What the executor calls, and nothing above it knows jax.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        place: which of several workers it is; None for the only one, which drives every device that the configuration asks for.
+    """
+
+    def __init__(self, config: EngineConfig, place: WorkerPlace | None = None) -> None:
         self.config = config
+        self.place = place
         self.weights: Weights = ()
-        self._host_weights: list[np.ndarray] = []  # of a worker asleep at level 1
+        self._host_weights: list[Pieces] = []  # of a worker asleep at level 1
         self.runner: ModelRunner | None = None
         self.compile_counter: CompileCounter | None = None
 
@@ -54,7 +60,7 @@ class Worker:
         """
         enable_persistent_cache(self.config.compilation_cache_dir)
         size = self.config.parallel.tensor_parallel_size
-        devices = jax.local_devices()
+        devices = jax.local_devices() if self.place is None else join_processes(self.place)
         if len(devices) < size:
             raise ValueError(f"tensor_parallel_size {size} needs {size} devices, found {len(devices)}: {devices}")
         self.devices = devices[:size]
@@ -88,6 +94,10 @@ class Worker:
         params = self._load_params(self.shardings)
         return tuple(params[spec.path] for spec in self.graph.specs)
 
+    @property
+    def _shows_progress(self) -> bool:
+        return self.config.use_tqdm_on_load and (self.place is None or self.place.rank == 0)
+
     def _load_params(self, shardings: dict[str, jax.sharding.NamedSharding]) -> dict[str, jax.Array]:
         model = self.config.model
         if model.load_format == "dummy":
@@ -96,7 +106,7 @@ class Worker:
         if model.load_format not in ("auto", source.kind):
             raise ValueError(f"load_format is {model.load_format!r}, but {source.path} holds {source.kind}")
         ignore = model_class(model.decoder.architecture).ignored_tensors(model.decoder)
-        return load_params(source, self.graph.specs, shardings=shardings, ignore=ignore, progress=self.config.use_tqdm_on_load)
+        return load_params(source, self.graph.specs, shardings=shardings, ignore=ignore, progress=self._shows_progress)
 
     def determine_available_memory(self) -> KVCacheConfig:
         """Decide how many blocks there are, from what weights, rows and the largest compiled step leave.
@@ -109,9 +119,28 @@ class Worker:
             ValueError: if the blocks that fit do not hold one request of max_model_len tokens.
         """
         model, cache = self.config.model, self.config.cache
-        platform = self.devices[0].platform
-        least_tokens = 2 if platform == "cpu" and model.dtype != "float32" else 1
-        scheduler = self.config.scheduler
+        platform, scheduler = self.devices[0].platform, self.config.scheduler
+        if cache.num_gpu_blocks_override is not None:
+            num_blocks = cache.num_gpu_blocks_override
+            check_num_blocks(num_blocks, self.kv_cache_config, model.max_model_len, f"num_gpu_blocks_override is {num_blocks}")
+            self.runner = self._runner_with(num_blocks)
+        elif cache.kv_cache_memory_bytes is not None:
+            self.runner = self._runner_with(self._num_blocks(cache.kv_cache_memory_bytes))
+        else:
+            budget = self._memory_budget() - total_bytes(self.weights) - state_bytes(self._runner_with(2).abstract_state())
+            logits = 4 * model.decoder.vocab_size * scheduler.max_num_seqs // len(self.devices)
+            cap = CPU_KV_CACHE_BYTES if platform == "cpu" else budget
+            self.runner = self._runner_with(self._num_blocks(min(budget - logits, cap)))
+            fits = self._num_blocks(budget - self._largest_step_bytes())
+            if fits < self.runner.kv_cache_config.num_blocks:
+                self.runner = self._runner_with(fits)
+        self.kv_cache_config = self.runner.kv_cache_config
+        self._log_memory()
+        return self.kv_cache_config
+
+    def _runner_with(self, num_blocks: int) -> ModelRunner:
+        platform, scheduler = self.devices[0].platform, self.config.scheduler
+        least_tokens = 2 if platform == "cpu" and self.config.model.dtype != "float32" else 1
         buckets = Buckets(
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
@@ -119,40 +148,27 @@ class Worker:
             self.config.cudagraph_capture_sizes,
             self.config.compile_sizes,
         )
+        config = dataclasses.replace(self.kv_cache_config, num_blocks=num_blocks)
+        rows_per_group = CPU_ROWS_PER_GROUP if platform == "cpu" else None
+        return ModelRunner(
+            self.config, self.mesh, self.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
+        )
 
-        def runner_with(num_blocks: int) -> ModelRunner:
-            config = dataclasses.replace(self.kv_cache_config, num_blocks=num_blocks)
-            rows_per_group = CPU_ROWS_PER_GROUP if platform == "cpu" else None
-            return ModelRunner(
-                self.config, self.mesh, self.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
-            )
+    def init_kv_cache(self, num_blocks: int | None = None) -> None:
+        """Allocate the device blocks and the request rows.
 
-        if cache.num_gpu_blocks_override is not None:
-            num_blocks = cache.num_gpu_blocks_override
-            check_num_blocks(num_blocks, self.kv_cache_config, model.max_model_len, f"num_gpu_blocks_override is {num_blocks}")
-            self.runner = runner_with(num_blocks)
-        elif cache.kv_cache_memory_bytes is not None:
-            self.runner = runner_with(self._num_blocks(cache.kv_cache_memory_bytes))
-        else:
-            budget = self._memory_budget() - total_bytes(self.weights) - state_bytes(runner_with(2).abstract_state())
-            logits = 4 * model.decoder.vocab_size * scheduler.max_num_seqs // len(self.devices)
-            cap = CPU_KV_CACHE_BYTES if platform == "cpu" else budget
-            self.runner = runner_with(self._num_blocks(min(budget - logits, cap)))
-            fits = self._num_blocks(budget - self._largest_step_bytes())
-            if fits < self.runner.kv_cache_config.num_blocks:
-                self.runner = runner_with(fits)
-        self.kv_cache_config = self.runner.kv_cache_config
-        self._log_memory()
-        return self.kv_cache_config
-
-    def init_kv_cache(self) -> None:
-        """Allocate the device blocks and the request rows."""
+        Args:
+            num_blocks: how many, if another worker has less memory than this one.
+        """
+        if num_blocks is not None and num_blocks != self.kv_cache_config.num_blocks:
+            self.runner = self._runner_with(num_blocks)
+            self.kv_cache_config = self.runner.kv_cache_config
         self.runner.allocate()
 
     def compile_and_warm_up(self) -> None:
         """Compile every bucket, then run them once: on a GPU all of them, since the first run picks algorithms and records
         command buffers; on a CPU, where it does not, the smallest decode bucket only."""
-        self.runner.compile_all(self.config.use_tqdm_on_load)
+        self.runner.compile_all(self._shows_progress)
         buckets = list(self.runner.buckets)
         self.runner.warm_up(buckets if self.devices[0].platform == "gpu" else self.runner.buckets.decode[:1])
         # From here on a compilation is a fault.
@@ -178,7 +194,7 @@ class Worker:
             self._host_weights = []
         for weight in self.weights:
             if level == 1:
-                self._host_weights.append(np.array(weight))  # a copy: on a CPU, np.asarray would keep the device's memory
+                self._host_weights.append(to_host(weight))
             weight.delete()
         self.weights = self.runner.weights = ()
 
@@ -192,7 +208,8 @@ class Worker:
         if "weights" in tags and not self.weights:
             if self._host_weights:
                 host_weights, self._host_weights = self._host_weights, []
-                self.weights = tuple(map(jax.device_put, host_weights, self.shardings.values()))
+                places = [(spec.shape, self.shardings[spec.path]) for spec in self.graph.specs]
+                self.weights = tuple(from_host(pieces, *place) for pieces, place in zip(host_weights, places, strict=True))
             else:
                 self.weights = self._load_weights()
             self.runner.weights = self.weights
@@ -209,7 +226,9 @@ class Worker:
 
     def check_health(self) -> None:
         """Raise if the devices do not answer."""
-        jax.block_until_ready(jax.device_put(0, self.devices[0]))
+        for device in jax.local_devices():
+            if device in self.devices:
+                jax.block_until_ready(jax.device_put(0, device))
 
     def shutdown(self) -> None:
         """Give the devices' memory back, however far the start has come."""
@@ -222,7 +241,7 @@ class Worker:
     def _memory_budget(self) -> int:
         """Bytes of a device that weights, temporaries and KV cache may take together."""
         share = self.config.cache.gpu_memory_utilization
-        stats = self.devices[0].memory_stats()
+        stats = jax.local_devices()[0].memory_stats()
         if stats is not None and "bytes_limit" in stats:
             return int(share * stats["bytes_limit"])
         return int(share * psutil.virtual_memory().total / len(self.devices))
