@@ -13,6 +13,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+ExecutorBackend = Literal["uni", "mp"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -371,14 +372,46 @@ class ParallelConfig:
 
     Attributes:
         pipeline_parallel_size: stages, each with some of the layers and with `tensor_parallel_size` devices.
+        distributed_executor_backend: "uni", one process drives all devices; "mp", worker processes drive some each.
+        devices_per_worker: under "mp".
+        execute_model_timeout: seconds for a step under "mp", after which the workers count as hung.
+        worker_hang_timeout: seconds without a heartbeat after which a worker process counts as hung.
     """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    distributed_executor_backend: ExecutorBackend = "uni"
+    devices_per_worker: int = 1
+    execute_model_timeout: float = 300.0
+    worker_hang_timeout: float = 8.0
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        check_choice("distributed_executor_backend", self.distributed_executor_backend, ExecutorBackend)
+        if self.pipeline_parallel_size > 1 and self.distributed_executor_backend != "uni":
+            # A process of several that are one jax cannot start a program on devices that are all another's.
+            raise ValueError(
+                f"pipeline_parallel_size {self.pipeline_parallel_size} needs distributed_executor_backend 'uni', "
+                f"got {self.distributed_executor_backend!r}: one process starts the steps of all stages"
+            )
+        check_at_least("devices_per_worker", self.devices_per_worker, 1)
+        for name in ("execute_model_timeout", "worker_hang_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
+        if self.distributed_executor_backend == "uni" and self.devices_per_worker != 1:
+            raise ValueError(
+                "devices_per_worker needs distributed_executor_backend 'mp': otherwise one process drives all devices"
+            )
+        if self.tensor_parallel_size % self.devices_per_worker:
+            raise ValueError(
+                f"devices_per_worker {self.devices_per_worker} does not divide tensor_parallel_size {self.tensor_parallel_size}"
+            )
+
+    @property
+    def num_workers(self) -> int:
+        """Processes under "mp"."""
+        return self.tensor_parallel_size // self.devices_per_worker
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,11 @@ class EngineCore:
                 outputs_of += late.outputs
                 finished_requests |= late.finished_requests or set()
 
+    def fail(self, error: BaseException) -> None:
+        """The executor cannot go on, of which no step has told yet."""
+        if self.failure is None:
+            self.failure = error
+
     def check_alive(self) -> None:
         """Raise EngineDeadError if a step has failed."""
         if self.failure is not None:

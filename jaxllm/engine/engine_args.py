@@ -109,6 +109,10 @@ class EngineArgs:
         tensor_parallel_size: devices that share each layer.
         pipeline_parallel_size: stages that share out the layers, each on tensor_parallel_size devices.
         enable_expert_parallel: share out the experts of a mixture-of-experts model; refused for a model without experts.
+        distributed_executor_backend: "uni", one process drives all devices; "mp", worker processes drive some each.
+        devices_per_worker: devices that each worker process drives, under "mp".
+        execute_model_timeout: seconds for a step, after which worker processes count as hung.
+        worker_hang_timeout: seconds without a sign of life after which a worker process counts as hung.
         attention_backend: "auto" picks by device.
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
         compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
@@ -151,6 +155,10 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    distributed_executor_backend: str = "uni"
+    devices_per_worker: int = 1
+    execute_model_timeout: float = 300.0
+    worker_hang_timeout: float = 8.0
     attention_backend: str = "auto"
     cudagraph_capture_sizes: Sequence[int] | None = None
     compile_sizes: Sequence[int] | None = None
@@ -225,6 +233,10 @@ class EngineArgs:
             parallel=ParallelConfig(
                 tensor_parallel_size=self.tensor_parallel_size,
                 pipeline_parallel_size=self.pipeline_parallel_size,
+                distributed_executor_backend=self.distributed_executor_backend,  # type: ignore[arg-type]  # checked at birth
+                devices_per_worker=self.devices_per_worker,
+                execute_model_timeout=self.execute_model_timeout,
+                worker_hang_timeout=self.worker_hang_timeout,
             ),
             attention_backend=self.attention_backend,
             cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),

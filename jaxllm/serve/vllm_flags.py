@@ -26,7 +26,6 @@ NOTED: dict[str, str] = {
     "--performance-mode": "every step is compiled, a program a bucket",
     "--disable-custom-all-reduce": "XLA chooses its collectives",
     "--disable-cascade-attn": "there is no cascade attention",
-    "--distributed-executor-backend": "one process drives all devices of a machine",
     "--max-parallel-loading-workers": "weights are loaded shard by shard",
     "--model-loader-extra-config": "weights are read by jaxllm's own readers",
     "--ignore-patterns": "only what a model needs is downloaded",

@@ -20,6 +20,7 @@ from jaxllm.worker.buckets import Bucket, Buckets
 from jaxllm.worker.compile_cache import CompileCounter, compile_all
 from jaxllm.worker.input_batch import InputBatch
 from jaxllm.worker.kv_cache import abstract_kv_caches, allocate_kv_caches, max_blocks_per_request
+from jaxllm.worker.processes import replicate
 from jaxllm.worker.program_cache import ProgramCache
 from jaxllm.worker.prompt_logprobs import PromptChunk, PromptLogprobs
 from jaxllm.worker.row_state import NewRow
@@ -114,7 +115,7 @@ class ModelRunner:
         self.state: row_state.RowState | None = None
         parts = (config.model.decoder, config.model.dtype, config.attention_backend, kv_cache_config, self.options)
         limits = (self.max_num_seqs, self.max_blocks, config.cache.block_size)
-        parts = (*parts, mesh.axis_names, mesh.devices.shape)
+        parts = (*parts, mesh.axis_names, mesh.devices.shape, jax.process_index())
         self.program_cache = ProgramCache(config.compilation_cache_dir, list(mesh.devices.flat), (parts, limits))
         self.prompt_logprobs = PromptLogprobs(graph, config.model, self.replicated)
         self._forget_requests()
@@ -235,7 +236,7 @@ class ModelRunner:
 
     def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput:
         self.kv_caches, self.state, output = self.compile(bucket)(
-            self.weights, self.kv_caches, self.state, jax.device_put(vector, self.replicated)
+            self.weights, self.kv_caches, self.state, replicate(vector, self.replicated)
         )
         return output
 

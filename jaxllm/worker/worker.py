@@ -9,7 +9,6 @@ import logging
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 import psutil
 
 from jaxllm.config import EngineConfig
@@ -24,6 +23,8 @@ from jaxllm.worker.compile_cache import CompileCounter, enable_persistent_cache
 from jaxllm.worker.kv_cache import check_num_blocks, num_blocks_in, total_bytes
 from jaxllm.worker.model_runner import ModelRunner, StepInFlight
 from jaxllm.worker.pipeline_runner import PipelineRunner
+from jaxllm.worker.place import WorkerPlace
+from jaxllm.worker.processes import Pieces, from_host, join_processes, to_host
 from jaxllm.worker.row_state import state_bytes
 from jaxllm.worker.stages import make_stages
 from jaxllm.worker.step import Weights
@@ -39,13 +40,17 @@ CPU_ROWS_PER_GROUP = 32
 
 
 class Worker:
-    """Drives the local devices. What the executor calls, and nothing above it knows jax."""
+    """Drives the local devices. What the executor calls, and nothing above it knows jax.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        place: which of several workers it is; None for the only one, which drives every device that the configuration asks for.
+    """
+
+    def __init__(self, config: EngineConfig, place: WorkerPlace | None = None) -> None:
         self.config = config
+        self.place = place
         self.weights: Weights = ()
-        # Of a worker asleep at level 1: what each of its devices held of each weight.
-        self._host_weights: list[list[tuple[jax.Device, np.ndarray]]] = []
+        self._host_weights: list[Pieces] = []  # of a worker asleep at level 1
         self.runner: ModelRunner | None = None
         self.compile_counter: CompileCounter | None = None
 
@@ -58,7 +63,7 @@ class Worker:
         enable_persistent_cache(self.config.compilation_cache_dir)
         stages, tensor = self.config.parallel.pipeline_parallel_size, self.config.parallel.tensor_parallel_size
         size = stages * tensor
-        devices = jax.local_devices()
+        devices = jax.local_devices() if self.place is None else join_processes(self.place)
         if len(devices) < size:
             what = f"tensor_parallel_size {tensor}" + (f" with pipeline_parallel_size {stages}" if stages > 1 else "")
             raise ValueError(f"{what} needs {size} devices, found {len(devices)}: {devices}")
@@ -87,6 +92,10 @@ class Worker:
         params = self._load_params(self.shardings)
         return tuple(params[spec.path] for spec in self.specs)
 
+    @property
+    def _shows_progress(self) -> bool:
+        return self.config.use_tqdm_on_load and (self.place is None or self.place.rank == 0)
+
     def _load_params(self, shardings: dict[str, jax.sharding.NamedSharding]) -> dict[str, jax.Array]:
         model = self.config.model
         if model.load_format == "dummy":
@@ -95,7 +104,7 @@ class Worker:
         if model.load_format not in ("auto", source.kind):
             raise ValueError(f"load_format is {model.load_format!r}, but {source.path} holds {source.kind}")
         ignore = model_class(model.decoder.architecture).ignored_tensors(model.decoder)
-        return load_params(source, self.specs, shardings=shardings, ignore=ignore, progress=self.config.use_tqdm_on_load)
+        return load_params(source, self.specs, shardings=shardings, ignore=ignore, progress=self._shows_progress)
 
     def determine_available_memory(self) -> KVCacheConfig:
         """Decide how many blocks there are, from what weights, rows and the largest compiled step leave.
@@ -145,14 +154,21 @@ class Worker:
             self.config, self.mesh, stage.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
         )
 
-    def init_kv_cache(self) -> None:
-        """Allocate the device blocks and the request rows."""
+    def init_kv_cache(self, num_blocks: int | None = None) -> None:
+        """Allocate the device blocks and the request rows.
+
+        Args:
+            num_blocks: how many, if another worker has less memory than this one.
+        """
+        if num_blocks is not None and num_blocks != self.kv_cache_config.num_blocks:
+            self.runner = self._make_runner(num_blocks)
+            self.kv_cache_config = self.runner.kv_cache_config
         self.runner.allocate()
 
     def compile_and_warm_up(self) -> None:
         """Compile every bucket, then run them once: on a GPU all of them, since the first run picks algorithms and records
         command buffers; on a CPU, where it does not, the smallest decode bucket only."""
-        self.runner.compile_all(self.config.use_tqdm_on_load)
+        self.runner.compile_all(self._shows_progress)
         buckets = list(self.runner.buckets)
         self.runner.warm_up(buckets if self.devices[0].platform == "gpu" else self.runner.buckets.decode[:1])
         # From here on a compilation is a fault.
@@ -178,8 +194,7 @@ class Worker:
             self._host_weights = []
         for weight in self.weights:
             if level == 1:
-                # Copies: on a CPU, np.asarray would keep the device's memory.
-                self._host_weights.append([(shard.device, np.array(shard.data)) for shard in weight.addressable_shards])
+                self._host_weights.append(to_host(weight))
             weight.delete()
         self.weights = ()
         self.runner.set_weights(())
@@ -194,12 +209,8 @@ class Worker:
         if "weights" in tags and not self.weights:
             if self._host_weights:
                 host_weights, self._host_weights = self._host_weights, []
-                self.weights = tuple(
-                    jax.make_array_from_single_device_arrays(
-                        spec.shape, self.shardings[spec.path], [jax.device_put(part, device) for device, part in parts]
-                    )
-                    for spec, parts in zip(self.specs, host_weights, strict=True)
-                )
+                places = [(spec.shape, self.shardings[spec.path]) for spec in self.specs]
+                self.weights = tuple(from_host(pieces, *place) for pieces, place in zip(host_weights, places, strict=True))
             else:
                 self.weights = self._load_weights()
             self.runner.set_weights(self.weights)
@@ -216,7 +227,9 @@ class Worker:
 
     def check_health(self) -> None:
         """Raise if the devices do not answer."""
-        jax.block_until_ready(jax.device_put(0, self.devices[0]))
+        for device in jax.local_devices():
+            if device in self.devices:
+                jax.block_until_ready(jax.device_put(0, device))
 
     def shutdown(self) -> None:
         """Give the devices' memory back, however far the start has come."""
@@ -229,7 +242,7 @@ class Worker:
     def _memory_budget(self) -> int:
         """Bytes of a device that weights, temporaries and KV cache may take together."""
         share = self.config.cache.gpu_memory_utilization
-        stats = self.devices[0].memory_stats()
+        stats = jax.local_devices()[0].memory_stats()
         if stats is not None and "bytes_limit" in stats:
             return int(share * stats["bytes_limit"])
         return int(share * psutil.virtual_memory().total / len(self.devices))
