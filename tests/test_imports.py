@@ -44,8 +44,8 @@ THIRD_PARTY_HOMES = {
     "uvloop": {"serve"},
     "aiohttp": {"bench"},
     "matplotlib": {"bench"},
-    "msgspec": {"engine", "serve"},
-    "zmq": {"engine"},
+    "msgspec": {"engine", "executor", "serve"},
+    "zmq": {"engine", "executor"},
     "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat"},
 }
 

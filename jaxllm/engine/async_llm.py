@@ -46,7 +46,7 @@ class AsyncLLM:
 
     Args:
         tokenizer: None to take and give token ids only.
-        executor_class: by default `Executor.get_class()`. The engine core's process imports it from its module.
+        executor_class: by default the one that the configuration names. The engine core's process imports it from its module.
 
     Raises:
         ValueError: for a configuration that does not fit the model or the devices.

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import zmq
@@ -86,7 +87,7 @@ class EngineCoreMain:
     """All that a new process needs to become an engine core. Pickled on its way there.
 
     Attributes:
-        executor_class: None for `Executor.get_class()`, which only the new process may ask: it imports jax.
+        executor_class: None for `Executor.get_class(config)`, which only the new process may ask: it imports jax.
         front_ends: by client index.
         folder: of the sockets; removed if the parent cannot do it any more.
         log_level: of the new process's root logger.
@@ -105,7 +106,7 @@ class EngineCoreMain:
         logging.basicConfig(level=self.log_level, format=LOG_FORMAT)
         threading.Thread(target=self._end_with_parent, args=(link,), daemon=True, name="parent-watch").start()
         try:
-            core = EngineCore(self.config, self.executor_class or Executor.get_class(), self.log_stats)
+            core = EngineCore(self.config, self.executor_class or Executor.get_class(self.config), self.log_stats)
         except BaseException as error:
             logger.exception("the engine core cannot start")
             _send_to_all(self.front_ends, OutputType.START_FAILED, encode_value(CallFailure.of(error)))
@@ -151,6 +152,7 @@ class EngineCoreProc:
         sender = threading.Thread(target=_or_die(self._send_outputs), daemon=True, name="output")
         sender.start()
         threading.Thread(target=_or_die(self._receive_inputs), daemon=True, name="input").start()
+        self.core.executor.on_failure(lambda error: self.inputs.put(partial(self.core.fail, error)))
         try:
             while not self._is_over():
                 self._take_inputs()

@@ -41,7 +41,7 @@ class LLMEngine:
     """
     Args:
         tokenizer: None to take and give token ids only.
-        executor_class: by default `Executor.get_class()`.
+        executor_class: by default the one that the configuration names.
         multiprocess: run the engine core in a process of its own, which imports `executor_class` from its module.
 
     Raises:
@@ -67,7 +67,7 @@ class LLMEngine:
         if multiprocess:
             self.engine_core = SyncMPClient(config, executor_class, config.log_stats)
         else:
-            self.engine_core = InprocClient(config, executor_class or Executor.get_class(), config.log_stats)
+            self.engine_core = InprocClient(config, executor_class or Executor.get_class(config), config.log_stats)
 
     @classmethod
     def from_engine_args(cls, args: "EngineArgs", usage: "UsageContext" = "llm", *, multiprocess: bool = False) -> "LLMEngine":

@@ -22,7 +22,6 @@ from jaxllm.core.types import (
 )
 from jaxllm.engine.errors import EngineDeadError
 from jaxllm.engine.serial import (
-    LEAST_FRAME_BYTES,
     CallFailure,
     Frames,
     decode_outputs,
@@ -32,6 +31,7 @@ from jaxllm.engine.serial import (
     encode_request,
     encode_value,
 )
+from jaxllm.executor.values import LEAST_FRAME_BYTES
 from jaxllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
 
