@@ -171,3 +171,6 @@ def decode_message(frames: Frames) -> Message:
     if kind == Kind.OUTPUT:
         return Message(Kind.OUTPUT, number, unpacker.model_runner_output(body))
     return Message(Kind(kind), number, unpacker.value(body))
+
+
+FAREWELL = encode_message(Message(Kind.END, 0))
