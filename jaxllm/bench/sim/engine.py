@@ -89,6 +89,7 @@ class SimEngine:
     Attributes:
         now: seconds of virtual time.
         waiting, running: requests after the latest step, as its statistics tell the front end.
+        min_free_blocks: there ever were.
     """
 
     def __init__(self, spec: EngineSpec, step_time: StepTime, recorder: Recorder, *, fast: bool = True, now: float = 0.0) -> None:
@@ -98,6 +99,7 @@ class SimEngine:
         self.step_time, self.recorder, self.fast, self.now = step_time, recorder, fast, now
         self.waiting = self.running = 0
         self.num_steps = 0
+        self.min_free_blocks = spec.kv_cache.num_blocks - 1
         self.busy_time = 0.0
         self._host_time = spec.host_time
         self._max_in_flight = 2 if config.async_scheduling else 1
@@ -195,6 +197,9 @@ class SimEngine:
         self._limits.lower(num_parked)
         output = scheduler.schedule(self.now)
         self._limits.lower(0)
+        num_free_blocks = scheduler.kv_cache_manager.block_pool.num_free_blocks
+        if num_free_blocks < self.min_free_blocks:
+            self.min_free_blocks = num_free_blocks
 
         context = pairs = self._parked_context + num_parked * step
         num_tokens = output.total_num_scheduled_tokens + num_parked

@@ -23,7 +23,7 @@ class SimRequest(Request):
         num_prompt_tokens: at least 1.
         num_output_tokens: after which it ends.
         prompt_hashes: of its full prompt blocks, equal to another's where the prompts are equal up to that block's end.
-        output_hash: of the first block that the output fills; those after it count up. No hash of another request may be in this range.
+        output_hash: of the first block that the output fills; those after it count up. They must be nobody else's.
         block_hasher: of the scheduler; None if prefix caching is off.
 
     Attributes:
