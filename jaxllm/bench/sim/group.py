@@ -47,7 +47,7 @@ class GroupResult:
     """What a group has recorded.
 
     Attributes:
-        first_times, last_times: float64 [requests], seconds, of those that have got a token; else -1. `last_times` of ended ones only.
+        first_times, last_times: float64 [requests], seconds; -1 of requests that have not ended here.
         gaps: bin → tokens that came so long after the one before them; bin b covers exp(b · GAP_BINS) seconds and the next half
             percent.
         gap_sum, gap_square_sum: of all these gaps, seconds.

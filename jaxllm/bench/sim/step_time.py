@@ -21,8 +21,8 @@ class Device:
         bandwidth: bytes of device memory a second. Data sheet.
         memory: bytes.
         link: bytes a second to its neighbours, one way. Data sheet.
-        compute_efficiency, memory_efficiency: the shares of the two that large products and streams reach. Assumed, from published
-            kernel figures; not measured with this engine.
+        compute_efficiency, memory_efficiency: the shares of the two that large products and streams reach. Assumed, from
+            published kernel figures; not measured with this engine.
         link_latency: seconds of one all-reduce of few bytes. Assumed.
         launch_time: seconds of a step beside its products and streams: small kernels, gaps between kernels. Assumed.
     """
