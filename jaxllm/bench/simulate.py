@@ -20,7 +20,7 @@ from jaxllm.core.kv_cache_interface import KVCacheConfig, KVCacheSpec, make_kv_c
 from jaxllm.engine.cli_args import human_int
 from jaxllm.worker.buckets import Buckets
 
-DEFAULT_RATE = 8.0
+DEFAULT_RATE = 16.0
 # Below it, starting processes takes longer than what they save.
 MIN_REQUESTS_FOR_PROCESSES = 20_000
 
