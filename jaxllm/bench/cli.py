@@ -16,6 +16,7 @@ COMMANDS = {
     "throughput": "many requests to the engine itself, without a server",
     "latency": "one batch to the engine itself, again and again",
     "simulate": "thousands of engines on a virtual clock: the real scheduler and load balancer, without a device",
+    "measure-steps": "step times of the engine on this machine, for simulate",
     "startup": "the phases of an engine's start, with and without compiled programs",
 }
 _HTTP_COMMANDS = ("serve", "sweep")
@@ -72,6 +73,11 @@ def _add_command(name: str, parser: ArgumentParser, flags: Sequence[str]) -> Cal
 
         simulate.add_simulate_args(parser)
         return simulate.run
+    if name == "measure-steps":
+        from jaxllm.bench import measure_steps
+
+        measure_steps.add_measure_steps_args(parser)
+        return measure_steps.run
     from jaxllm.bench import offline
 
     (offline.add_throughput_args if name == "throughput" else offline.add_latency_args)(parser)

@@ -4,13 +4,12 @@ import argparse
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 from jaxllm.bench.datasets import range_ratio
 from jaxllm.bench.metrics import parse_goodput, parse_percentiles
 from jaxllm.bench.report import serving_table, write_json
 from jaxllm.bench.sim.cluster import Kill, simulate
-from jaxllm.bench.sim.engine import EngineSpec
+from jaxllm.bench.sim.engine import EngineSpec, StepTime
 from jaxllm.bench.sim.models import MODELS, model_shape
 from jaxllm.bench.sim.result import death_table, engine_table, summarize
 from jaxllm.bench.sim.step_time import DEVICES, Roofline, StepTable, num_kv_blocks
@@ -39,10 +38,13 @@ def add_simulate_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default: bfloat16)")
     group.add_argument("--tensor-parallel-size", type=human_int, default=1, metavar="N", help="devices an engine (default: 1)")
     group.add_argument(
-        "--step-table", metavar="FILE", help="measured step times and engine limits, instead of the device's; see --measure-steps"
+        "--step-table", metavar="FILE", help="measured step times and engine limits, instead of the device's; see measure-steps"
     )
     group.add_argument(
         "--host-time", type=float, default=0.0, metavar="S", help="seconds of host work before a step (default: 0)"
+    )
+    group.add_argument(
+        "--request-time", type=float, default=0.0, metavar="S", help="seconds from a request's arrival to its engine (default: 0)"
     )
     group.add_argument("--max-model-len", type=human_int, metavar="N", help="(default: 8192, or the table's)")
     group.add_argument("--max-num-seqs", type=human_int, metavar="N", help="(default: 256, or the table's)")
@@ -106,12 +108,12 @@ def run(args: argparse.Namespace) -> int:
     goodput = parse_goodput(args.goodput or ())
     for flag in ("engines", "api_server_count", "tensor_parallel_size"):
         check_at_least("--" + flag.replace("_", "-"), getattr(args, flag), 1)
-    for flag in ("host_time", "restart_after"):
+    for flag in ("host_time", "request_time", "restart_after"):
         if getattr(args, flag) is not None and not 0 <= getattr(args, flag) < float("inf"):
             raise ValueError(f"--{flag.replace('_', '-')} must be at least 0 and finite, got {getattr(args, flag)}")
     kills = [_parse_kill(text) for text in args.kill]
     workload = make_workload(args)
-    spec, step_time, request_time = make_engine(args)
+    spec, step_time = make_engine(args)
     if args.write_trace is not None:
         write_trace(args.write_trace, workload, args.trace_chunk_hash_size)
     begin = time.perf_counter()
@@ -121,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         step_time,
         num_engines=args.engines,
         num_front_ends=args.api_server_count,
-        request_time=request_time,
+        request_time=args.request_time,
         kills=kills,
         restart_after=args.restart_after,
         num_processes=_num_processes(args, len(workload)),
@@ -167,8 +169,8 @@ def make_workload(args: argparse.Namespace) -> Workload:
     )
 
 
-def make_engine(args: argparse.Namespace) -> tuple[EngineSpec, Any, float]:
-    """Each engine, its step times, and the seconds that a request spends outside it. Raises ValueError naming the flag."""
+def make_engine(args: argparse.Namespace) -> tuple[EngineSpec, StepTime]:
+    """What each engine is, and its step times. Raises ValueError naming the flag."""
     step_table = StepTable.load(args.step_table) if args.step_table is not None else None
     about = {} if step_table is None else step_table.about
 
@@ -203,7 +205,7 @@ def make_engine(args: argparse.Namespace) -> tuple[EngineSpec, Any, float]:
         num_blocks = num_kv_blocks(device, model, args.dtype, ranks, block_size, args.gpu_memory_utilization)
     layer = KVCacheSpec(block_size, model.num_kv_heads, model.head_dim, 2)
     groups = make_kv_cache_groups([layer] * model.num_layers)
-    return EngineSpec(scheduler, cache, KVCacheConfig(num_blocks, groups), args.host_time), step_time, 0.0
+    return EngineSpec(scheduler, cache, KVCacheConfig(num_blocks, groups), args.host_time), step_time
 
 
 def _rate(args: argparse.Namespace) -> float:

@@ -8,6 +8,7 @@ import pytest
 from sim_engines import Log, by_size, make_request, make_spec
 
 from jaxllm.bench.cli import main
+from jaxllm.bench.measure_steps import StepSample, fit
 from jaxllm.bench.sim.cluster import Kill, simulate
 from jaxllm.bench.sim.engine import SimEngine
 from jaxllm.bench.sim.models import MODELS, model_shape
@@ -47,7 +48,7 @@ def test_times_of_an_asynchronous_engine_by_hand():
     engine.add(10.0, make_request(engine, 0, 5, 4))
     engine.add(10.5, make_request(engine, 1, 5, 1))
     engine.run_until(math.inf)
-    # At 10.0 two steps are launched, which end at 11 and 12. The third is scheduled at 11, with the second request; it ends at 13.
+    # At 10 two steps are launched, which end at 11 and 12. The third is scheduled at 11, with the second request; it ends at 13.
     assert log.done == [(1, 13.0, 13.0, 0, 0), (0, 11.0, 14.0, 0, 0)]
 
 
@@ -127,7 +128,7 @@ def test_sliding_windows_are_refused():
 
 
 def test_step_table_by_hand(tmp_path):
-    table = StepTable({1: (0.1, 0.0, 0.001), 4: (0.2, 0.0, 0.002)}, {16: (0.5, 0.01, 0.0)}, 0.02, {"block_size": 8})
+    table = StepTable({1: (0.1, 0.0, 0.001), 4: (0.2, 0.0, 0.002)}, {16: (0.5, 0.01, 0.0)}, {"block_size": 8})
     assert table(1, 1, 10, 10) == pytest.approx(0.11)
     assert table(3, 3, 10, 10) == pytest.approx(0.22)
     assert table(8, 8, 10, 10) == pytest.approx(0.42)
@@ -135,7 +136,7 @@ def test_step_table_by_hand(tmp_path):
     path = tmp_path / "steps.json"
     path.write_text(json.dumps(table.to_json()))
     assert StepTable.load(str(path)) == table
-    path.write_text('{"decode": {"1": [0, 0, 0]}, "mixed": {"16": [1, 0, 0]}, "request_time": 0}')
+    path.write_text('{"decode": {"1": [0, 0, 0]}, "mixed": {"16": [1, 0, 0]}}')
     with pytest.raises(ValueError, match="base > 0"):
         StepTable.load(str(path))
     with pytest.raises(ValueError, match="No such file"):
@@ -185,7 +186,7 @@ def test_the_number_of_processes_changes_nothing():
 
     kills = [Kill(1, 2.05), Kill(0, 4.0)]
     local = simulate(workload, spec, quick, num_engines=5, num_front_ends=2, kills=kills, restart_after=1.0)
-    step_time = StepTable({16: (0.02, 1e-6, 0.0)}, {64: (0.05, 1e-6, 0.0)}, 0.0, {})
+    step_time = StepTable({16: (0.02, 1e-6, 0.0)}, {64: (0.05, 1e-6, 0.0)}, {})
     results = [
         simulate(workload, spec, step_time, num_engines=5, num_front_ends=2, kills=kills, num_processes=n, fast=fast)
         for n, fast in ((0, True), (2, True), (0, False))
@@ -305,3 +306,18 @@ def test_command(tmp_path, capsys):
 def test_wrong_flags(flags, message, capsys):
     assert main(["simulate", "--requests", "10", *flags.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_fit_of_step_times_by_hand():
+    buckets = Buckets(4, 64)
+    samples = [StepSample(2, 2, c, c, 0.1 + 0.001 * c) for c in (20, 20, 400)]
+    samples += [StepSample(3, 3, c, c, 0.2 + 0.001 * c) for c in (30, 600)]
+    samples += [StepSample(t, 1, t, p, 0.5 + 1e-5 * p) for t, p in ((60, 1000), (60, 1000), (500, 3000))]
+    samples += [StepSample(9, 2, 9, 30, 0.3)]
+    decode, mixed = fit([sample for sample in samples if sample.num_tokens <= 64], buckets)
+    assert decode[2] == pytest.approx((0.1, 0.001, 0.0))
+    assert decode[4] == pytest.approx((0.2, 0.001, 0.0))
+    # With one context only there is no slope, and it is never below 0.
+    assert mixed == {16: (pytest.approx(0.3), 0.0, 0.0), 64: (pytest.approx(0.51), 0.0, 0.0)}
+    falling = [StepSample(1, 1, 10, 10, 0.2), StepSample(1, 1, 200, 200, 0.1), StepSample(20, 1, 20, 210, 1.0)]
+    assert fit(falling, buckets)[0] == {1: (pytest.approx(0.15), 0.0, 0.0)}

@@ -147,19 +147,17 @@ class _BucketSizes:
 
 @dataclass(frozen=True)
 class StepTable:
-    """Step times of one engine on one machine, as `simulate --measure-steps` writes them.
+    """Step times of one engine on one machine, as the command `measure-steps` writes them.
 
     A step of a bucket takes base + context · (context tokens) + pair · (query-key pairs) seconds.
 
     Attributes:
         decode, mixed: bucket size → (base, context, pair).
-        request_time: seconds that a request spends outside the engine core until its first token: server, tokenizer, stream.
         about: what was measured; the engine's limits among it.
     """
 
     decode: Mapping[int, tuple[float, float, float]]
     mixed: Mapping[int, tuple[float, float, float]]
-    request_time: float
     about: Mapping[str, Any]
 
     def __post_init__(self) -> None:
@@ -170,8 +168,6 @@ class StepTable:
             for size, row in rows.items():
                 if size < 1 or len(row) != 3 or any(value < 0 for value in row) or row[0] <= 0:
                     raise ValueError(f"a row of a step table is [base > 0, context >= 0, pair >= 0], got {kind} {size}: {row}")
-        if self.request_time < 0:
-            raise ValueError(f"request_time must not be negative, got {self.request_time}")
         object.__setattr__(self, "_decode", [(size, *self.decode[size]) for size in sorted(self.decode)])
         object.__setattr__(self, "_mixed", [(size, *self.mixed[size]) for size in sorted(self.mixed)])
 
@@ -189,7 +185,7 @@ class StepTable:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             tables = {kind: {int(k): tuple(map(float, v)) for k, v in data[kind].items()} for kind in ("decode", "mixed")}
-            return cls(**tables, request_time=float(data["request_time"]), about=dict(data.get("about", {})))
+            return cls(**tables, about=dict(data.get("about", {})))
         except OSError as error:
             raise ValueError(f"--step-table {path}: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -200,5 +196,4 @@ class StepTable:
             "about": dict(self.about),
             "decode": {str(size): list(row) for size, row in self.decode.items()},
             "mixed": {str(size): list(row) for size, row in self.mixed.items()},
-            "request_time": self.request_time,
         }
