@@ -364,12 +364,18 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many devices, and who drives them."""
+    """How many devices, and who drives them.
+
+    Attributes:
+        data_parallel_size: engine cores, each in a process and with devices of its own; the front end shares out the requests.
+    """
 
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_at_least("data_parallel_size", self.data_parallel_size, 1)
 
 
 @dataclass(frozen=True)

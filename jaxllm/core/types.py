@@ -134,6 +134,7 @@ class EngineCoreOutputs:
         timestamp: `time.monotonic()` at the end of the step.
         finished_requests: ids of requests that ended in this step, with or without an output.
         utility_result: the answer to a call that is not a request, with its id.
+        engine_index: which engine core; not sent, since the front end knows where it came from.
     """
 
     outputs: list[EngineCoreOutput] = field(default_factory=list)
@@ -141,3 +142,4 @@ class EngineCoreOutputs:
     timestamp: float = 0.0
     finished_requests: set[str] | None = None
     utility_result: tuple[int, Any] | None = None
+    engine_index: int = 0

@@ -300,7 +300,14 @@ class OutputProcessor:
 
     def fail_all(self, why: str) -> None:
         """Forget all requests, since the engine core is dead; each queue gets an EngineDeadError."""
-        for state in list(self.request_states.values()):
+        self.fail(list(self.request_states), why)
+
+    def fail(self, request_ids: Iterable[str], why: str) -> None:
+        """Forget requests, by their internal ids, since their engine core is dead. Unknown ones are ignored."""
+        for request_id in request_ids:
+            state = self.request_states.get(request_id)
+            if state is None:
+                continue
             if state.queue is not None:
                 state.queue.put(EngineDeadError(why))
             self._forget(state)

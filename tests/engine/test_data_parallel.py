@@ -1,0 +1,223 @@
+"""AsyncLLM over two engine cores, with the toy model: who gets what, and what each of them counts."""
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from async_streams import collect, run, set_step_time, stream, tokens_of
+from child_engine import PATIENCE_S, BrokenExecutor, ChildExecutor, DyingExecutor, is_alive, wait_until
+from toy_engine import expected_tokens, make_config
+from transformers import PreTrainedTokenizerFast
+
+from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.engine.coordinator import CoordinatorProcess
+from jaxllm.engine.dp_client import DPLBAsyncMPClient
+from jaxllm.engine.errors import EngineDeadError, EngineStartError
+from jaxllm.engine.llm_engine import LLMEngine
+from jaxllm.engine.metrics import Counter
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def client_of(llm: AsyncLLM) -> DPLBAsyncMPClient:
+    assert isinstance(llm.engine_core, DPLBAsyncMPClient)
+    return llm.engine_core
+
+
+def pids_of(llm: AsyncLLM) -> list[int]:
+    return [*client_of(llm).pids, coordinator_of(llm).process.pid]
+
+
+def coordinator_of(llm: AsyncLLM) -> CoordinatorProcess:
+    coordinator = client_of(llm)._group.coordinator
+    assert coordinator is not None
+    return coordinator
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_temp_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Nobody else's sockets are in it. Its path is short enough for them."""
+    tmp_path_factory.getbasetemp()  # not inside
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def make_pair(tokenizer: PreTrainedTokenizerFast, own_temp_folder: Path) -> Iterator[Callable[..., AsyncLLM]]:
+    """AsyncLLMs of a test's own, with two engine cores, which it may break. Nothing of them may be left."""
+    made: list[tuple[AsyncLLM, list[int]]] = []
+
+    def make_one(**config: Any) -> AsyncLLM:
+        config = {"data_parallel_size": 2, "max_num_seqs": 4, "max_num_batched_tokens": 16, **config}
+        llm = AsyncLLM(make_config(**config), tokenizer, ChildExecutor)
+        made.append((llm, pids_of(llm)))
+        return llm
+
+    yield make_one
+    for llm, pids in made:
+        pids += pids_of(llm)
+        llm.shutdown()
+        assert not any(map(is_alive, pids))
+    assert os.listdir(own_temp_folder) == []
+
+
+def tokens_by_engine(llm: AsyncLLM) -> list[float]:
+    metrics = [metric for metric in llm.get_metrics() if metric.name == "jaxllm:generation_tokens"]
+    assert [metric.labels for metric in metrics] == [{"engine": "0"}, {"engine": "1"}]
+    return [metric.value for metric in metrics if isinstance(metric, Counter)]
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {PATIENCE_S} s for {what}"
+        await asyncio.sleep(0.005)
+
+
+def test_both_engines_work(make_pair: Callable[..., AsyncLLM]) -> None:
+    """Requests, calls, metrics and aborts of two engine cores behind one AsyncLLM."""
+    llm = make_pair()
+    client = client_of(llm)
+
+    async def main() -> None:
+        outputs = await asyncio.gather(*(collect(stream(llm, [5, i], str(i), max_tokens=6, n=1 + i % 2)) for i in range(40)))
+        for i, found in enumerate(outputs):
+            assert tokens_of(found) == expected_tokens([5, i], 6)
+        # 60 requests of 6 tokens, in turn.
+        assert tokens_by_engine(llm) == [180, 180]
+        # A wish is honoured, and a request that is aborted ends where it runs.
+        await set_step_time(llm, 0.01)
+        kept = asyncio.create_task(collect(stream(llm, [6], "kept", max_tokens=30)))
+        for rank in (1, 1, 1):
+            generator = llm.generate([7], (await _params()), "r", data_parallel_rank=rank)
+            await anext(generator)
+            await generator.aclose()
+        assert tokens_of(await kept) == expected_tokens([6], 30)
+        await until(lambda: not client._engine_of, "the aborted requests to end")
+        assert (client.num_unfinished(0), client.num_unfinished(1)) == (0, 0)
+        assert client.balancer.scores().min() >= 0
+        for rank in (-1, 2):
+            with pytest.raises(ValueError, match=r"data_parallel_rank must be in \[0, 1\], got"):
+                await collect(llm.generate([5], (await _params()), "r", data_parallel_rank=rank))
+        # Calls go to both.
+        assert await llm.collective_rpc("echo", args=(1,)) == [((1,), {})] * 2
+        await llm.pause_generation("keep")
+        assert await llm.is_paused()
+        waiting = [asyncio.create_task(collect(stream(llm, [8, i], max_tokens=2))) for i in range(4)]
+        await until(lambda: sum(map(client.num_unfinished, (0, 1))) == 4, "the requests to be queued")
+        assert (await llm.get_stats()).num_waiting_reqs == 4
+        await llm.resume_generation()
+        assert [tokens_of(found) for found in await asyncio.gather(*waiting)] == [expected_tokens([8, i], 2) for i in range(4)]
+        await llm.sleep(1)
+        assert await llm.is_sleeping()
+        assert len(await llm.collective_rpc("device_state")) == 2
+        await llm.wake_up()
+        with pytest.raises(ValueError, match="level must be 0, 1 or 2, got 3"):
+            await llm.sleep(3)
+        while await llm.collective_rpc("num_rows") != [0, 0]:
+            await asyncio.sleep(0.005)
+
+    run(main())
+
+
+async def _params() -> Any:
+    from jaxllm.sampling_params import SamplingParams
+
+    return SamplingParams(max_tokens=30)
+
+
+def test_snapshots_reach_the_balancer(make_pair: Callable[..., AsyncLLM]) -> None:
+    """Also after the coordinator was killed."""
+    llm = make_pair()
+    client = client_of(llm)
+
+    async def main() -> None:
+        await set_step_time(llm, 0.02)
+        tasks = [
+            asyncio.create_task(collect(llm.generate([5, i], (await _params()), str(i), data_parallel_rank=0))) for i in range(6)
+        ]
+        await until(lambda: (s := client._group.snapshot) is not None and s[0] is not None and s[0].waiting == 2, "a snapshot")
+        snapshot = client._group.snapshot
+        assert snapshot is not None
+        assert snapshot[0].running == 4
+        assert snapshot[0].kv_cache_usage > 0
+        # The coordinator dies; another takes its place and hears of the engine cores again.
+        coordinator = coordinator_of(llm)
+        first = coordinator.process.pid
+        os.kill(first, signal.SIGKILL)
+        client._group.snapshot = None
+        assert [tokens_of(found)[-1:] for found in await asyncio.gather(*tasks)] == [
+            expected_tokens([5, i], 30)[-1:] for i in range(6)
+        ]
+        await until(lambda: coordinator.process.pid != first, "another coordinator")
+        await collect(stream(llm, [5], max_tokens=30))
+        await until(lambda: client._group.snapshot is not None, "its snapshot")
+
+    run(main())
+
+
+def test_one_engine_dies_under_load(make_pair: Callable[..., AsyncLLM]) -> None:
+    llm = make_pair()
+    client = client_of(llm)
+
+    async def main() -> None:
+        await set_step_time(llm, 0.01)
+        tasks = [asyncio.create_task(collect(stream(llm, [5, i], str(i), max_tokens=40))) for i in range(8)]
+        await until(lambda: all(load > 0 for load in tokens_by_engine(llm)), "both to give tokens")
+        os.kill(client.pids[0], signal.SIGKILL)
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        for i, result in enumerate(found):
+            if i % 2 == 0:
+                assert isinstance(result, EngineDeadError)
+                assert "engine core 0's process was killed by SIGKILL" in str(result)
+            else:
+                assert tokens_of(result) == expected_tokens([5, i], 40)
+        # The other one goes on alone.
+        assert llm.is_running
+        await llm.check_health()
+        outputs = await asyncio.gather(*(collect(stream(llm, [9, i], str(i), max_tokens=3)) for i in range(4)))
+        assert [tokens_of(one) for one in outputs] == [expected_tokens([9, i], 3) for i in range(4)]
+        with pytest.raises(EngineDeadError, match="engine core 0's process was killed by SIGKILL"):
+            await collect(llm.generate([5], (await _params()), "r", data_parallel_rank=0))
+        assert llm.num_unfinished_requests == 0
+        assert await llm.reset_prefix_cache()
+        # Without the last one nothing goes.
+        task = asyncio.create_task(collect(stream(llm, [5], max_tokens=60)))
+        await asyncio.sleep(0.05)
+        os.kill(client.pids[1], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="engine core 1's process was killed by SIGKILL"):
+            await task
+        await until(lambda: llm.errored, "the end")
+        with pytest.raises(EngineDeadError, match=r"engine core 0's .* engine core 1's"):
+            await llm.check_health()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("executor", "message"),
+    [(BrokenExecutor, "0's process cannot start: OSError: no device"), (DyingExecutor, "exit code 7")],
+)
+def test_start_that_fails_leaves_nothing(executor: type[ChildExecutor], message: str, own_temp_folder: Path) -> None:
+    with pytest.raises(EngineStartError, match=message):
+        AsyncLLM(make_config(data_parallel_size=2), None, executor)
+    assert os.listdir(own_temp_folder) == []
+
+
+def test_forgotten_client_ends_its_processes(tokenizer: PreTrainedTokenizerFast) -> None:
+    llm = AsyncLLM(make_config(data_parallel_size=2), tokenizer, ChildExecutor)
+    pids = pids_of(llm)
+    del llm
+    wait_until(lambda: not any(map(is_alive, pids)), "the processes to end")
+
+
+def test_offline_engine_refuses() -> None:
+    with pytest.raises(ValueError, match="data_parallel_size must be 1 here, got 2"):
+        LLMEngine(make_config(data_parallel_size=2), None, ChildExecutor)
