@@ -368,10 +368,12 @@ class ParallelConfig:
 
     Attributes:
         data_parallel_size: engine cores, each in a process and with devices of its own; the front end shares out the requests.
+        data_parallel_restart: start an engine core again that has died.
     """
 
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    data_parallel_restart: bool = False
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)

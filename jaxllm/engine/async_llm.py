@@ -68,8 +68,10 @@ class AsyncLLM:
         self.admission = AdmissionControl(config, self.output_processor, self.metrics[0] if self.metrics else None)
         self._is_draining = False
         self._output_error: Exception | None = None
+        self._moved_requests: set[str] = set()  # to another engine core, since theirs had died
         self._output_handler: asyncio.Task[None] | None = None
-        client_class = AsyncMPClient if config.parallel.data_parallel_size == 1 else DPLBAsyncMPClient
+        is_alone = config.parallel.data_parallel_size == 1 and not config.parallel.data_parallel_restart
+        client_class = AsyncMPClient if is_alone else DPLBAsyncMPClient
         self.engine_core: AsyncMPClient | DPLBAsyncMPClient = client_class(config, executor_class, config.log_stats)
         self._tokenizer_threads = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
 
@@ -162,7 +164,9 @@ class AsyncLLM:
         self._check_accepting()
         params = request.sampling_params
         self.admission.check(params.n, len(request.prompt_token_ids))
-        self._start_output_handler()
+        if self._start_output_handler():
+            await asyncio.sleep(0)  # it takes in what has happened since it last ran
+            self._check_accepting()
         outputs = RequestOutputCollector(params.output_kind)
         if params.n == 1:
             self._queue(request, request_id, text, outputs, data_parallel_rank)
@@ -197,10 +201,13 @@ class AsyncLLM:
         """End requests, by the ids that the caller gave. Their streams end with reason "abort"; unknown ids are ignored."""
         self._abort([request_ids] if isinstance(request_ids, str) else request_ids, internal=False)
 
-    def _start_output_handler(self) -> None:
+    def _start_output_handler(self) -> bool:
+        """Returns whether it did not run."""
         # Also when an earlier event loop took the last one with it.
-        if self._output_handler is None or self._output_handler.done():
-            self._output_handler = asyncio.get_running_loop().create_task(self._handle_outputs(), name="output_handler")
+        if self._output_handler is not None and not self._output_handler.done():
+            return False
+        self._output_handler = asyncio.get_running_loop().create_task(self._handle_outputs(), name="output_handler")
+        return True
 
     async def _handle_outputs(self) -> None:
         """Bring the engine core's outputs to the streams, and its death."""
@@ -220,9 +227,26 @@ class AsyncLLM:
             self.output_processor.fail_all(str(error))
 
     def _lose_engine(self, loss: EngineLostError) -> None:
-        """Its streams end; those of the other engine cores do not."""
-        logger.error("%s; %d requests were there", loss, len(loss.requests))
-        self.output_processor.fail([request.request_id for request in loss.requests], str(loss))
+        """Its requests of which nothing has been given away begin again elsewhere, the others end."""
+        moved, ended = [], []
+        for request in loss.requests:
+            # Once: a request of which engine cores die must not go to all of them.
+            may_move = request.request_id not in self._moved_requests and self.output_processor.restart_request(request)
+            if may_move and self._move(request):
+                moved.append(request.request_id)
+            elif request.request_id in self.output_processor.request_states:
+                ended.append(request.request_id)
+        logger.error("%s; of its requests %d begin again elsewhere, %d end", loss, len(moved), len(ended))
+        self.output_processor.fail(ended, str(loss))
+        self._moved_requests &= self.output_processor.request_states.keys()
+        self._moved_requests.update(moved)
+
+    def _move(self, request: EngineCoreRequest) -> bool:
+        try:
+            self.engine_core.add_request(request)
+        except EngineDeadError:
+            return False  # there is no other
+        return True
 
     async def _process(self, outputs: EngineCoreOutputs) -> None:
         iteration = IterationStats(time.time()) if self.metrics else None

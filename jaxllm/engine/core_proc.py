@@ -163,6 +163,8 @@ class EngineCoreProc:
         sender = threading.Thread(target=_or_die(self._send_outputs), daemon=True, name="output")
         sender.start()
         threading.Thread(target=_or_die(self._receive_inputs), daemon=True, name="input").start()
+        if self.coordinator is not None:
+            self._tell_load()
         try:
             while not self._is_over():
                 self._take_inputs()

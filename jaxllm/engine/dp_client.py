@@ -20,15 +20,25 @@ from jaxllm.engine.coordinator import CoordinatorProcess, Snapshot, SnapshotList
 from jaxllm.engine.core_proc import InputType
 from jaxllm.engine.engine_devices import engine_environment
 from jaxllm.engine.engine_link import EngineLink, Mailbox, socket_folder
-from jaxllm.engine.errors import EngineDeadError, EngineLostError
+from jaxllm.engine.errors import EngineDeadError, EngineLostError, EngineStartError
 from jaxllm.engine.mp_client import AsyncEngineCoreCalls
 from jaxllm.engine.serial import encode_request
 from jaxllm.executor.abstract import Executor
 
 logger = logging.getLogger(__name__)
 
+# Seconds before an engine core that has died is started again; twice as many each time that it does not become ready.
+FIRST_RESTART_DELAY_S = 1.0
+# In a row; then it is given up.
+MAX_FAILED_RESTARTS = 5
+
+
+class EngineReady:
+    """An engine core that had died is there again."""
+
+
 # What came, from which engine core, and through which link: after a restart the same engine core has another one.
-Item = tuple[int, EngineLink, EngineCoreOutputs | EngineDeadError]
+Item = tuple[int, EngineLink, EngineCoreOutputs | EngineDeadError | EngineReady]
 
 
 class EngineGroup:
@@ -41,7 +51,8 @@ class EngineGroup:
         As EngineLink and its `wait_until_ready`; nothing is left running then.
 
     Attributes:
-        links: by engine index.
+        links: by engine index, the latest that were ready.
+        restarting: engine cores that have died and will be there again.
         snapshot: the last that the coordinator sent; None once it has been taken.
     """
 
@@ -58,7 +69,10 @@ class EngineGroup:
         self._config, self._executor_class, self._log_stats = config, executor_class, log_stats
         self._put = put
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
+        self._starting: dict[int, EngineLink] = {}
+        self._restarts: list[threading.Thread] = []
+        self.restarting: set[int] = set()
         self._environments = [engine_environment(config, index, self.num_engines) for index in range(self.num_engines)]
         self._folder = socket_folder()
         self._listener: SnapshotListener | None = None
@@ -82,6 +96,8 @@ class EngineGroup:
         assert self.coordinator is not None
 
         def put(item: EngineCoreOutputs | EngineDeadError) -> None:
+            if isinstance(item, EngineDeadError):
+                self._begin_restart(index)
             self._put((index, link, item))
 
         # One progress bar says what all of them do.
@@ -97,12 +113,61 @@ class EngineGroup:
         )
         return link
 
+    def _begin_restart(self, index: int) -> None:
+        """From the receiving thread of the link that has died."""
+        with self._lock:
+            if not self._config.parallel.data_parallel_restart or self._closed.is_set():
+                return
+            self.restarting.add(index)
+            thread = threading.Thread(target=self._restart, args=(index,), daemon=True, name=f"restart-{index}")
+            self._restarts = [*(other for other in self._restarts if other.is_alive()), thread]
+            thread.start()
+
+    def _restart(self, index: int) -> None:
+        dead = self.links[index]
+        for failures in range(MAX_FAILED_RESTARTS):
+            if self._closed.wait(FIRST_RESTART_DELAY_S * 2**failures):
+                return
+            with self._lock:
+                if self._closed.is_set():
+                    return
+                link = self._starting[index] = self.start_link(index)
+            try:
+                link.wait_until_ready()
+            except (ValueError, EngineStartError) as error:
+                if not self._closed.is_set():
+                    logger.error("engine core %d does not start again: %s", index, error)
+                continue
+            finally:
+                with self._lock:
+                    del self._starting[index]
+            with self._lock:
+                is_late = self._closed.is_set()
+                if not is_late:
+                    self.links[index] = link
+                    self.restarting.discard(index)
+            if is_late:
+                link.close()
+            else:
+                logger.info("engine core %d is there again", index)
+                self._put((index, link, EngineReady()))
+                dead.close()
+            return
+        self.restarting.discard(index)
+        # Whoever waits for outputs looks again whether there is hope.
+        self._put((index, dead, EngineDeadError(f"{dead.death}; it could not be started again")))
+
     def close(self, drain_timeout: float = 0.0) -> None:
         """End all processes. May be called more than once; see EngineLink.close."""
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
-            self._closed = True
+            self._closed.set()
+            # The thread that waits for it to become ready does the rest.
+            for link in self._starting.values():
+                link.process.kill()
+        for thread in self._restarts:
+            thread.join()
         try:
             for link in self.links:
                 link.ask_to_end(drain_timeout)
@@ -128,10 +193,14 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
         self._engine_of: dict[str, int] = {}  # of every unfinished request
         self._requests: list[dict[str, EngineCoreRequest]] = [{} for _ in range(config.parallel.data_parallel_size)]
         self._deaths: list[EngineDeadError | None] = [None] * config.parallel.data_parallel_size
+        # What an engine core that comes back must be told: that all are paused or asleep.
+        self._standing_calls: list[tuple[str, tuple[Any, ...]]] = []
         # The group's threads hold the mailbox, not the client: a client that is forgotten ends its processes.
         self._group = EngineGroup(config, executor_class, log_stats, self._mailbox.put)
         closer = threading.Thread(target=self._group.close, name="engines-close")
         weakref.finalize(self, closer.start).atexit = False
+        # As of the items of the mailbox that have been read.
+        self._links = list(self._group.links)
 
     @property
     def num_engines(self) -> int:
@@ -149,9 +218,9 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why no engine core lives; None while one does."""
+        """Why no engine core lives; None while one does, or will again."""
         deaths = [link.death for link in self._group.links]
-        if any(death is None for death in deaths):
+        if self._group.restarting or any(death is None for death in deaths):
             return None
         return EngineDeadError("; ".join(dict.fromkeys(map(str, deaths))))
 
@@ -171,7 +240,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
         frames = encode_request(request)
         while True:
             index = self._choose() if engine is None else engine
-            link = self._group.links[index]
+            link = self._links[index]
             try:
                 link.send(InputType.ADD, frames)
             except EngineDeadError:
@@ -204,7 +273,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
             if (engine := self._engine_of.get(request_id)) is not None:
                 by_engine.setdefault(engine, []).append(request_id)
         for engine, ids in by_engine.items():
-            self._group.links[engine].abort(ids)
+            self._links[engine].abort(ids)
 
     async def get_output(self) -> EngineCoreOutputs:
         """The next outputs of any engine core, waiting for them. For one caller at a time.
@@ -218,10 +287,11 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
                 raise error
             await self._mailbox.first()
             index, link, item = self._mailbox.items.popleft()
-            if isinstance(item, EngineDeadError):
-                if link is self._group.links[index]:
-                    raise self._lose(index, item)
+            if isinstance(item, EngineReady):
+                self._welcome(index, link)
                 continue
+            if isinstance(item, EngineDeadError):
+                raise self._lose(index, item)
             item.engine_index = index
             for request_id in item.finished_requests or ():
                 if self._requests[index].pop(request_id, None) is not None:
@@ -238,10 +308,22 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
         self.balancer.set_available(index, False)
         return EngineLostError(str(death), index, list(requests.values()))
 
+    def _welcome(self, index: int, link: EngineLink) -> None:
+        if link.death is not None:
+            return  # it has not lived long, and another one is on its way
+        self._links[index] = link
+        self._deaths[index] = None
+        try:
+            for method, args in self._standing_calls:
+                link.call(method, *args)
+        except EngineDeadError:
+            return  # of which the mailbox tells next
+        self.balancer.set_available(index, True)
+
     async def _call(self, method: str, *args: Any) -> Any:
         """Call a method of every engine core that lives, all at once, and make one result of theirs."""
         futures = []
-        for link in self._group.links:
+        for link in self._links:
             if link.death is None:
                 try:
                     futures.append(asyncio.wrap_future(link.call(method, *args)))
@@ -255,7 +337,18 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
         for result in kept:
             if isinstance(result, BaseException):
                 raise result
+        self._note_standing(method, args)
         return _COMBINED.get(method, _first)(kept)
+
+    def _note_standing(self, method: str, args: tuple[Any, ...]) -> None:
+        if method == "resume" or (method == "wake_up" and args[0] is None):
+            self._standing_calls = []
+        elif method == "pause":
+            self._standing_calls = [("pause", ("abort", False))]
+        elif method == "sleep":
+            self._standing_calls = [("sleep", (args[0], "abort"))]
+        elif method == "wake_up":
+            self._standing_calls.append((method, args))
 
     def shutdown(self, drain_timeout: float = 0.0) -> None:
         """End all engine cores and their processes. May be called more than once.

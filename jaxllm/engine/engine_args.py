@@ -108,6 +108,7 @@ class EngineArgs:
         async_scheduling: dispatch a step before the tokens of the one before it are on the host.
         tensor_parallel_size: devices that share each layer.
         data_parallel_size: engines, each with devices of its own, among which a server shares out its requests.
+        data_parallel_restart: start an engine again that has died; the others serve meanwhile.
         attention_backend: "auto" picks by device.
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
         compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
@@ -149,6 +150,7 @@ class EngineArgs:
     async_scheduling: bool = True
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    data_parallel_restart: bool = False
     attention_backend: str = "auto"
     cudagraph_capture_sizes: Sequence[int] | None = None
     compile_sizes: Sequence[int] | None = None
@@ -220,6 +222,7 @@ class EngineArgs:
             parallel=ParallelConfig(
                 tensor_parallel_size=self.tensor_parallel_size,
                 data_parallel_size=self.data_parallel_size,
+                data_parallel_restart=self.data_parallel_restart,
             ),
             attention_backend=self.attention_backend,
             cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),

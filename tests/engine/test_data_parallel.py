@@ -15,14 +15,18 @@ from child_engine import PATIENCE_S, BrokenExecutor, ChildExecutor, DyingExecuto
 from toy_engine import expected_tokens, make_config
 from transformers import PreTrainedTokenizerFast
 
+from jaxllm.engine import dp_client
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.coordinator import CoordinatorProcess
 from jaxllm.engine.dp_client import DPLBAsyncMPClient
 from jaxllm.engine.errors import EngineDeadError, EngineStartError
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.metrics import Counter
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 pytestmark = pytest.mark.timeout(90)
+
+PARAMS = SamplingParams(max_tokens=30)
 
 
 def client_of(llm: AsyncLLM) -> DPLBAsyncMPClient:
@@ -96,7 +100,7 @@ def test_both_engines_work(make_pair: Callable[..., AsyncLLM]) -> None:
         await set_step_time(llm, 0.01)
         kept = asyncio.create_task(collect(stream(llm, [6], "kept", max_tokens=30)))
         for rank in (1, 1, 1):
-            generator = llm.generate([7], (await _params()), "r", data_parallel_rank=rank)
+            generator = llm.generate([7], PARAMS, "r", data_parallel_rank=rank)
             await anext(generator)
             await generator.aclose()
         assert tokens_of(await kept) == expected_tokens([6], 30)
@@ -105,7 +109,7 @@ def test_both_engines_work(make_pair: Callable[..., AsyncLLM]) -> None:
         assert client.balancer.scores().min() >= 0
         for rank in (-1, 2):
             with pytest.raises(ValueError, match=r"data_parallel_rank must be in \[0, 1\], got"):
-                await collect(llm.generate([5], (await _params()), "r", data_parallel_rank=rank))
+                await collect(llm.generate([5], PARAMS, "r", data_parallel_rank=rank))
         # Calls go to both.
         assert await llm.collective_rpc("echo", args=(1,)) == [((1,), {})] * 2
         await llm.pause_generation("keep")
@@ -127,12 +131,6 @@ def test_both_engines_work(make_pair: Callable[..., AsyncLLM]) -> None:
     run(main())
 
 
-async def _params() -> Any:
-    from jaxllm.sampling_params import SamplingParams
-
-    return SamplingParams(max_tokens=30)
-
-
 def test_snapshots_reach_the_balancer(make_pair: Callable[..., AsyncLLM]) -> None:
     """Also after the coordinator was killed."""
     llm = make_pair()
@@ -140,9 +138,7 @@ def test_snapshots_reach_the_balancer(make_pair: Callable[..., AsyncLLM]) -> Non
 
     async def main() -> None:
         await set_step_time(llm, 0.02)
-        tasks = [
-            asyncio.create_task(collect(llm.generate([5, i], (await _params()), str(i), data_parallel_rank=0))) for i in range(6)
-        ]
+        tasks = [asyncio.create_task(collect(llm.generate([5, i], PARAMS, str(i), data_parallel_rank=0))) for i in range(6)]
         await until(lambda: (s := client._group.snapshot) is not None and s[0] is not None and s[0].waiting == 2, "a snapshot")
         snapshot = client._group.snapshot
         assert snapshot is not None
@@ -164,29 +160,47 @@ def test_snapshots_reach_the_balancer(make_pair: Callable[..., AsyncLLM]) -> Non
 
 
 def test_one_engine_dies_under_load(make_pair: Callable[..., AsyncLLM]) -> None:
+    """Only what its callers have a part of is lost: all else begins again in the other one."""
     llm = make_pair()
     client = client_of(llm)
 
     async def main() -> None:
-        await set_step_time(llm, 0.01)
-        tasks = [asyncio.create_task(collect(stream(llm, [5, i], str(i), max_tokens=40))) for i in range(8)]
-        await until(lambda: all(load > 0 for load in tokens_by_engine(llm)), "both to give tokens")
+        await set_step_time(llm, 0.02)
+        begun: list[list[Any]] = [[] for _ in range(24)]
+
+        async def one(i: int) -> list[int]:
+            # Every third is not streamed: it may have tokens, but nobody has seen them.
+            kind = RequestOutputKind.FINAL_ONLY if i % 3 == 0 else RequestOutputKind.DELTA
+            async for output in stream(llm, [5, i], str(i), max_tokens=20, output_kind=kind, logprobs=1, n=1 + (i == 3)):
+                begun[i].append(output)
+            return tokens_of(begun[i])
+
+        tasks = [asyncio.create_task(one(i)) for i in range(24)]
+        await until(lambda: sum(map(bool, begun)) >= 4 and all(n > 4 for n in tokens_by_engine(llm)), "streams to begin")
+        await until(lambda: client.num_unfinished(0) >= 8, "requests there")
+        lost = {request.partition("-")[0] for request in client._requests[0]}
         os.kill(client.pids[0], signal.SIGKILL)
         found = await asyncio.gather(*tasks, return_exceptions=True)
+        failed = [i for i, result in enumerate(found) if isinstance(result, BaseException)]
+        assert 1 <= len(failed) <= 4, failed  # no more than ran there at once
         for i, result in enumerate(found):
-            if i % 2 == 0:
+            if i in failed:
+                assert begun[i], f"{i} was lost before it began"
+                assert i % 3, f"{i} was not streamed and is lost"
                 assert isinstance(result, EngineDeadError)
                 assert "engine core 0's process was killed by SIGKILL" in str(result)
             else:
-                assert tokens_of(result) == expected_tokens([5, i], 40)
+                assert result == expected_tokens([5, i], 20)
+                assert sum(len(one.outputs[0].logprobs) for one in begun[i] if one.outputs) >= 20
+        assert len(lost) > len(failed)
         # The other one goes on alone.
         assert llm.is_running
         await llm.check_health()
+        assert llm.num_unfinished_requests == llm.output_processor.num_queued_tokens == 0
         outputs = await asyncio.gather(*(collect(stream(llm, [9, i], str(i), max_tokens=3)) for i in range(4)))
         assert [tokens_of(one) for one in outputs] == [expected_tokens([9, i], 3) for i in range(4)]
         with pytest.raises(EngineDeadError, match="engine core 0's process was killed by SIGKILL"):
-            await collect(llm.generate([5], (await _params()), "r", data_parallel_rank=0))
-        assert llm.num_unfinished_requests == 0
+            await collect(llm.generate([5], PARAMS, "r", data_parallel_rank=0))
         assert await llm.reset_prefix_cache()
         # Without the last one nothing goes.
         task = asyncio.create_task(collect(stream(llm, [5], max_tokens=60)))
@@ -197,6 +211,67 @@ def test_one_engine_dies_under_load(make_pair: Callable[..., AsyncLLM]) -> None:
         await until(lambda: llm.errored, "the end")
         with pytest.raises(EngineDeadError, match=r"engine core 0's .* engine core 1's"):
             await llm.check_health()
+
+    run(main())
+
+
+def test_request_that_kills_engines_does_not_go_to_all_of_them(make_pair: Callable[..., AsyncLLM]) -> None:
+    llm = make_pair(data_parallel_size=3)
+    client = client_of(llm)
+
+    async def main() -> None:
+        await set_step_time(llm, 5.0)
+        task = asyncio.create_task(collect(llm.generate([5], PARAMS, "r", data_parallel_rank=0)))
+        await until(lambda: client.num_unfinished(0) == 1, "the request")
+        os.kill(client.pids[0], signal.SIGKILL)
+        await until(lambda: client.num_unfinished(1) + client.num_unfinished(2) == 1, "it to move")
+        os.kill(client.pids[1 if client.num_unfinished(1) else 2], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await task
+        assert llm.is_running
+
+    run(main())
+
+
+def test_engine_comes_back(make_pair: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is paused if the others are, gets requests again, and while no engine lives there is hope."""
+    monkeypatch.setattr(dp_client, "FIRST_RESTART_DELAY_S", 0.05)
+    llm = make_pair(data_parallel_restart=True)
+    client = client_of(llm)
+
+    async def main() -> None:
+        await llm.pause_generation("keep")
+        first = client.pids[1]
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: client.balancer.available == [0], "the death to be noticed")
+        await until(lambda: client.balancer.available == [0, 1], "its return")
+        assert client.pids[1] != first
+        assert not is_alive(first)
+        waiting = asyncio.create_task(collect(llm.generate([5], PARAMS, "r", data_parallel_rank=1)))
+        await until(lambda: client.num_unfinished(1) == 1, "the request")
+        await asyncio.sleep(0.05)
+        assert (await llm.get_stats()).num_waiting_reqs == 1
+        await llm.resume_generation()
+        assert tokens_of(await waiting)[-30:] == expected_tokens([5], 30)
+        # Both at once.
+        await set_step_time(llm, 0.05)
+        tasks = [asyncio.create_task(collect(stream(llm, [5], max_tokens=60))) for _ in range(2)]
+        await until(lambda: all(client.num_unfinished(engine) for engine in (0, 1)), "the requests")
+        for pid in client.pids:
+            os.kill(pid, signal.SIGKILL)
+        for task in tasks:
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                await task
+        assert not llm.errored
+        await until(lambda: client.balancer.available == [0, 1], "both to return")
+        outputs = await asyncio.gather(*(collect(stream(llm, [7, i], max_tokens=3)) for i in range(6)))
+        assert [tokens_of(one) for one in outputs] == [expected_tokens([7, i], 3) for i in range(6)]
+        # The end does not wait for one that is starting.
+        os.kill(client.pids[0], signal.SIGKILL)
+        await until(lambda: 0 in client._group._starting, "the start")
+        start = time.monotonic()
+        llm.shutdown()
+        assert time.monotonic() - start < 5
 
     run(main())
 
