@@ -213,6 +213,9 @@ class EngineCoreProc:
         answers, self._answers = self._answers, []
         for item in answers:
             self.outputs.put(item)
+        if (events := self.core.take_kv_events()) is not None:
+            for index in range(len(self.front_ends)):
+                self.outputs.put((index, EngineCoreOutputs(kv_events=events)))
         if self.coordinator is not None:
             self._tell_load()
 

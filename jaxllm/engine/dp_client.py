@@ -14,7 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxllm.config import EngineConfig
+from jaxllm.core.kv_cache_utils import BlockHasher
+from jaxllm.core.kv_events import PrefixIndex
 from jaxllm.core.load_balancer import LoadBalancer
+from jaxllm.core.request import prompt_block_hashes
 from jaxllm.core.types import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from jaxllm.engine.coordinator import CoordinatorProcess, Snapshot, SnapshotListener
 from jaxllm.engine.core_proc import InputType
@@ -192,6 +195,11 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
         self.balancer = LoadBalancer(config.parallel.data_parallel_size)
         self._engine_of: dict[str, int] = {}  # of every unfinished request
         self._requests: list[dict[str, EngineCoreRequest]] = [{} for _ in range(config.parallel.data_parallel_size)]
+        # For routing by prefix; what engine cores have cached, and how to hash a prompt as they do.
+        self._prefixes: PrefixIndex | None = None
+        if config.parallel.data_parallel_routing == "prefix":
+            self._prefixes = PrefixIndex(config.parallel.data_parallel_size)
+            self._block_hasher = BlockHasher(config.cache.block_size)
         self._deaths: list[EngineDeadError | None] = [None] * config.parallel.data_parallel_size
         # What an engine core that comes back must be told: that all are paused or asleep.
         self._standing_calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -239,7 +247,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
         """
         frames = encode_request(request)
         while True:
-            index = self._choose() if engine is None else engine
+            index = self._choose(request) if engine is None else engine
             link = self._links[index]
             try:
                 link.send(InputType.ADD, frames)
@@ -256,13 +264,16 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
             self._requests[index][request.request_id] = request
             return
 
-    def _choose(self) -> int:
+    def _choose(self, request: EngineCoreRequest) -> int:
         snapshot, self._group.snapshot = self._group.snapshot, None
         for load in snapshot or ():
             if load is not None:
                 self.balancer.update(load.engine_index, load.waiting, load.running)
+        cached = None
+        if self._prefixes is not None:
+            cached = self._prefixes.cached_blocks(prompt_block_hashes(request, self._block_hasher))
         try:
-            return self.balancer.pick()
+            return self.balancer.pick(cached)
         except LookupError:
             raise self.dead_error or EngineDeadError("no engine core can take a request now") from None
 
@@ -293,6 +304,10 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
             if isinstance(item, EngineDeadError):
                 raise self._lose(index, item)
             item.engine_index = index
+            if item.kv_events is not None:
+                if self._prefixes is not None:
+                    self._prefixes.update(index, item.kv_events)
+                continue  # it comes alone
             for request_id in item.finished_requests or ():
                 if self._requests[index].pop(request_id, None) is not None:
                     del self._engine_of[request_id]
@@ -304,6 +319,8 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
         for request_id in requests:
             del self._engine_of[request_id]
         self._deaths[index] = death
+        if self._prefixes is not None:
+            self._prefixes.forget(index)
         self.balancer.finish(index, len(requests))
         self.balancer.set_available(index, False)
         return EngineLostError(str(death), index, list(requests.values()))

@@ -109,6 +109,8 @@ class EngineArgs:
         tensor_parallel_size: devices that share each layer.
         data_parallel_size: engines, each with devices of its own, among which a server shares out its requests.
         data_parallel_restart: start an engine again that has died; the others serve meanwhile.
+        data_parallel_routing: which engine gets a request: load (the one with the least to do) or prefix (the one that has most
+            of its prompt cached, unless it has much more to do than others).
         attention_backend: "auto" picks by device.
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
         compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
@@ -151,6 +153,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     data_parallel_restart: bool = False
+    data_parallel_routing: str = "load"
     attention_backend: str = "auto"
     cudagraph_capture_sizes: Sequence[int] | None = None
     compile_sizes: Sequence[int] | None = None
@@ -223,6 +226,7 @@ class EngineArgs:
                 tensor_parallel_size=self.tensor_parallel_size,
                 data_parallel_size=self.data_parallel_size,
                 data_parallel_restart=self.data_parallel_restart,
+                data_parallel_routing=self.data_parallel_routing,  # type: ignore[arg-type]  # checked at birth
             ),
             attention_backend=self.attention_backend,
             cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),

@@ -215,6 +215,51 @@ def test_one_engine_dies_under_load(make_pair: Callable[..., AsyncLLM]) -> None:
     run(main())
 
 
+def test_requests_go_where_their_prefix_is(make_pair: Callable[..., AsyncLLM]) -> None:
+    llm = make_pair(data_parallel_routing="prefix", max_num_seqs=8)
+    client = client_of(llm)
+
+    placed, place = [], client.balancer.place
+
+    def note_place(engine: int) -> None:
+        placed.append(engine)
+        place(engine)
+
+    client.balancer.place = note_place  # type: ignore[method-assign]
+
+    async def where(prompt: list[int], **kwargs: Any) -> tuple[int, int]:
+        """(engine, cached tokens)"""
+        outputs = await collect(llm.generate(prompt, PARAMS, "r", **kwargs))
+        return placed[-1], outputs[-1].num_cached_tokens
+
+    async def main() -> None:
+        prefixes = [[10 + i] * 24 for i in range(3)]
+        for rank, prefix in zip((0, 1, 1), prefixes, strict=True):
+            await where([*prefix, 5], data_parallel_rank=rank)
+        await until(lambda: client._prefixes is not None and len(client._prefixes) >= 18, "the events")
+        for _ in range(3):
+            assert await where([*prefixes[0], 6]) == (0, 24)
+            assert await where([*prefixes[1], 6, 7]) == (1, 24)
+            assert await where([*prefixes[2], 8]) == (1, 24)
+        # Another salt is another prefix, and what nobody has goes round.
+        assert {await where([*prefixes[0], 6], cache_salt="s") for _ in range(2)} != {(0, 0)}
+        assert {(await where([60 + i] * 12))[0] for i in range(4)} == {0, 1}
+        # One that is overloaded gets no more.
+        await set_step_time(llm, 0.02)
+        tasks = [asyncio.create_task(collect(stream(llm, [*prefixes[0], i], str(i), max_tokens=9))) for i in range(40)]
+        await until(lambda: client.num_unfinished(0) + client.num_unfinished(1) == 40, "all to be sent")
+        assert 9 <= client.num_unfinished(0) <= 31
+        assert [tokens_of(one) for one in await asyncio.gather(*tasks)] == [
+            expected_tokens([*prefixes[0], i], 9) for i in range(40)
+        ]
+        # What is forgotten there is forgotten here.
+        while not await llm.reset_prefix_cache():
+            await asyncio.sleep(0.005)
+        await until(lambda: client._prefixes is not None and len(client._prefixes) == 0, "the events")
+
+    run(main())
+
+
 def test_request_that_kills_engines_does_not_go_to_all_of_them(make_pair: Callable[..., AsyncLLM]) -> None:
     llm = make_pair(data_parallel_size=3)
     client = client_of(llm)
