@@ -13,6 +13,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+DataParallelRouting = Literal["load", "prefix"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -364,12 +365,24 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many devices, and who drives them."""
+    """How many devices, and who drives them.
+
+    Attributes:
+        data_parallel_size: engine cores, each in a process and with devices of its own; the front end shares out the requests.
+        data_parallel_restart: start an engine core again that has died.
+        data_parallel_routing: which engine core gets a request: "load" is the one with the least to do, "prefix" the one that has
+            most of its prompt in its prefix cache, unless it has much more to do than others.
+    """
 
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    data_parallel_restart: bool = False
+    data_parallel_routing: DataParallelRouting = "load"
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_at_least("data_parallel_size", self.data_parallel_size, 1)
+        check_choice("data_parallel_routing", self.data_parallel_routing, DataParallelRouting)
 
 
 @dataclass(frozen=True)
@@ -404,6 +417,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_at_least("stream_interval", self.stream_interval, 1)
+        if self.parallel.data_parallel_routing == "prefix" and not self.cache.enable_prefix_caching:
+            raise ValueError("data_parallel_routing 'prefix' needs enable_prefix_caching")
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)

@@ -107,6 +107,10 @@ class EngineArgs:
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits in the free blocks.
         async_scheduling: dispatch a step before the tokens of the one before it are on the host.
         tensor_parallel_size: devices that share each layer.
+        data_parallel_size: engines, each with devices of its own, among which a server shares out its requests.
+        data_parallel_restart: start an engine again that has died; the others serve meanwhile.
+        data_parallel_routing: which engine gets a request: load (the one with the least to do) or prefix (the one that has most
+            of its prompt cached, unless it has much more to do than others).
         attention_backend: "auto" picks by device.
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
         compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
@@ -147,6 +151,9 @@ class EngineArgs:
     scheduler_reserve_full_isl: bool = True
     async_scheduling: bool = True
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    data_parallel_restart: bool = False
+    data_parallel_routing: str = "load"
     attention_backend: str = "auto"
     cudagraph_capture_sizes: Sequence[int] | None = None
     compile_sizes: Sequence[int] | None = None
@@ -215,7 +222,12 @@ class EngineArgs:
                 full_sequence_must_fit=self.scheduler_reserve_full_isl,
                 async_scheduling=self.async_scheduling,
             ),
-            parallel=ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
+            parallel=ParallelConfig(
+                tensor_parallel_size=self.tensor_parallel_size,
+                data_parallel_size=self.data_parallel_size,
+                data_parallel_restart=self.data_parallel_restart,
+                data_parallel_routing=self.data_parallel_routing,  # type: ignore[arg-type]  # checked at birth
+            ),
             attention_backend=self.attention_backend,
             cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),
             compile_sizes=_sizes("compile_sizes", self.compile_sizes, tokens),

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 # Ctrl-C and a service manager's SIGTERM reach every process of the group. What they mean is for the front end to decide: it may
 # want its requests to run to their end first, and if it dies of them, so does this process. SIGTERM is not set to SIG_IGN, which
@@ -37,15 +37,18 @@ class EngineProcess:
 
     Args:
         main: called with the other end; can be pickled, and its modules can be imported.
+        name: for lists of processes.
+        environment: variables to set beside those of this process.
     """
 
-    def __init__(self, main: EngineMain) -> None:
+    def __init__(self, main: EngineMain, name: str = "engine-core", environment: Mapping[str, str] | None = None) -> None:
         payload = pickle.dumps(list(sys.path)) + pickle.dumps(main)
         self._link, other_end = socket.socketpair()
         with other_end:
             self._popen = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(other_end.fileno()), "jaxllm-engine-core"],
+                [sys.executable, "-c", _BOOT, str(other_end.fileno()), f"jaxllm-{name}"],
                 stdin=subprocess.DEVNULL,
+                env=None if environment is None else {**os.environ, **environment},
                 pass_fds=[other_end.fileno()],
             )
         # If it has ended already, whoever waits for it will see that.
@@ -63,8 +66,8 @@ class EngineProcess:
     def has_ended(self) -> bool:
         return self._popen.poll() is not None
 
-    def wait(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds for the end. Returns whether it came."""
+    def wait(self, timeout: float | None) -> bool:
+        """Wait at most `timeout` seconds for the end, or for ever. Returns whether it came."""
         try:
             self._popen.wait(timeout)
         except subprocess.TimeoutExpired:

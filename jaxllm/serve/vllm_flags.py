@@ -64,7 +64,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "--convert": (("auto", "none"), "models generate text"),
     "--task": (("auto", "generate"), "models generate text"),
     "--pipeline-parallel-size": (("1",), "layers are not split over devices"),
-    "--data-parallel-size": (("1",), "one engine serves; put a load balancer before several servers"),
     "--decode-context-parallel-size": (("1",), "contexts are not split over devices"),
     "--prefill-context-parallel-size": (("1",), "contexts are not split over devices"),
     "--nnodes": (("1",), "one machine serves"),

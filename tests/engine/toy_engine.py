@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
+from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from jaxllm.core.output import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxllm.engine.llm_engine import LLMEngine
@@ -73,6 +73,9 @@ def make_config(
     max_num_queued_reqs: int | None = None,
     max_num_queued_tokens: int | None = None,
     async_scheduling: bool = False,
+    data_parallel_size: int = 1,
+    data_parallel_restart: bool = False,
+    data_parallel_routing: Any = "load",
     **model: Any,
 ) -> EngineConfig:
     """Synchronous scheduling unless asked otherwise, since many tests count steps."""
@@ -81,6 +84,7 @@ def make_config(
         model=ModelConfig("toy", "toy", decoder, "float32", max_model_len, eos_token_ids=eos_token_ids, **model),
         cache=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching, num_gpu_blocks_override=num_blocks),
         scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, policy, async_scheduling=async_scheduling),
+        parallel=ParallelConfig(1, data_parallel_size, data_parallel_restart, data_parallel_routing),
         log_stats=log_stats,
         stream_interval=stream_interval,
         max_num_queued_reqs=max_num_queued_reqs,
