@@ -14,6 +14,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 DataParallelRouting = Literal["load", "prefix"]
+DataParallelBackend = Literal["mp", "ray"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -372,17 +373,25 @@ class ParallelConfig:
         data_parallel_restart: start an engine core again that has died.
         data_parallel_routing: which engine core gets a request: "load" is the one with the least to do, "prefix" the one that has
             most of its prompt in its prefix cache, unless it has much more to do than others.
+        data_parallel_backend: "mp" starts engine cores on this machine, "ray" on the nodes of a Ray cluster.
     """
 
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     data_parallel_restart: bool = False
     data_parallel_routing: DataParallelRouting = "load"
+    data_parallel_backend: DataParallelBackend = "mp"
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_at_least("data_parallel_size", self.data_parallel_size, 1)
         check_choice("data_parallel_routing", self.data_parallel_routing, DataParallelRouting)
+        check_choice("data_parallel_backend", self.data_parallel_backend, DataParallelBackend)
+
+    @property
+    def has_one_engine(self) -> bool:
+        """Whether there is one engine core and never another one."""
+        return self.data_parallel_size == 1 and not self.data_parallel_restart and self.data_parallel_backend == "mp"
 
 
 @dataclass(frozen=True)

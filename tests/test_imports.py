@@ -46,6 +46,7 @@ THIRD_PARTY_HOMES = {
     "matplotlib": {"bench"},
     "msgspec": {"engine", "serve"},
     "zmq": {"engine"},
+    "ray": {"engine"},
     "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat"},
 }
 

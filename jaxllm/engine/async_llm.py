@@ -70,15 +70,14 @@ class AsyncLLM:
         self._output_error: Exception | None = None
         self._moved_requests: set[str] = set()  # to another engine core, since theirs had died
         self._output_handler: asyncio.Task[None] | None = None
-        is_alone = config.parallel.data_parallel_size == 1 and not config.parallel.data_parallel_restart
-        client_class = AsyncMPClient if is_alone else DPLBAsyncMPClient
+        client_class = AsyncMPClient if config.parallel.has_one_engine else DPLBAsyncMPClient
         self.engine_core: AsyncMPClient | DPLBAsyncMPClient = client_class(config, executor_class, config.log_stats)
         self._tokenizer_threads = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
 
     def _make_metrics(self) -> list[EngineMetrics]:
         """By engine index."""
         size, max_model_len = self.config.parallel.data_parallel_size, self.config.model.max_model_len
-        if size == 1:
+        if size == 1 and self.config.parallel.data_parallel_backend == "mp":
             return [EngineMetrics(max_model_len)]
         return [EngineMetrics(max_model_len, engine=str(index)) for index in range(size)]
 
@@ -265,6 +264,28 @@ class AsyncLLM:
         """Why no request can be served any more; None while they can."""
         error = self._output_error or self.engine_core.dead_error
         return None if error is None else EngineDeadError(str(error))
+
+    @property
+    def num_engines(self) -> int:
+        """That take requests, or will once they have been started again."""
+        return self.engine_core.num_engines
+
+    async def scale(self, data_parallel_size: int) -> None:
+        """Change the number of engine cores while they serve; see DPLBAsyncMPClient.scale. Returns when it is done.
+
+        Raises:
+            ValueError: if it is no number of engine cores, or their number cannot change, or is changing.
+            EngineStartError: if a new one does not become ready; all is as before then.
+        """
+        if not isinstance(self.engine_core, DPLBAsyncMPClient):
+            raise ValueError("the number of engines is fixed: only data_parallel_backend 'ray' can change it")
+        # Outputs are what a leaving engine core is waited for.
+        self._start_output_handler()
+        await self.engine_core.scale(data_parallel_size)
+        if self.metrics:
+            max_model_len = self.config.model.max_model_len
+            # One that has left keeps what it has counted.
+            self.metrics += [EngineMetrics(max_model_len, engine=str(i)) for i in range(len(self.metrics), data_parallel_size)]
 
     @property
     def errored(self) -> bool:

@@ -88,6 +88,8 @@ class DPCoordinator:
             ready = dict(poller.poll(None if wait is None else 1000 * wait))
             if self._loads in ready:
                 load = _decode_load(self._loads.recv())
+                # There may be more engine cores than there were.
+                self.snapshot += [None] * (load.engine_index + 1 - len(self.snapshot))
                 self.snapshot[load.engine_index] = load
                 is_due = True
             if self._snapshots in ready:
@@ -119,12 +121,16 @@ class CoordinatorMain:
 class CoordinatorProcess:
     """A coordinator in a process of its own; another one if it dies.
 
+    Args:
+        host: the address of this machine at which engine cores of other machines reach it; None if there are none.
+
     Attributes:
         process: the one that runs now.
     """
 
-    def __init__(self, folder: str, num_engines: int) -> None:
-        self.addresses = CoordinatorAddresses(f"ipc://{folder}/loads", f"ipc://{folder}/snapshots")
+    def __init__(self, folder: str, num_engines: int, host: str | None = None) -> None:
+        loads = f"ipc://{folder}/loads" if host is None else f"tcp://{host}:{_free_port(host)}"
+        self.addresses = CoordinatorAddresses(loads, f"ipc://{folder}/snapshots")
         self._main = CoordinatorMain(self.addresses, num_engines, os.getpid())
         self._lock = threading.Lock()  # of `process` together with `_closed`
         self._closed = threading.Event()
@@ -158,6 +164,12 @@ class CoordinatorProcess:
             self.process.kill()
         self._watcher.join()
         self.process.close()
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as sock:
+        sock.bind((host, 0))
+        return sock.getsockname()[1]
 
 
 class SnapshotListener:

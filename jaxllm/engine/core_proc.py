@@ -110,6 +110,14 @@ class EngineCoreMain:
         which = "" if self.coordinator is None else f" {self.engine_index}"
         logging.basicConfig(level=self.log_level, format=LOG_FORMAT.format(which))
         threading.Thread(target=self._end_with_parent, args=(link,), daemon=True, name="parent-watch").start()
+        self._run()
+
+    def run_core(self) -> None:
+        """The same in a process that somebody else watches over."""
+        logging.basicConfig(level=self.log_level, format=LOG_FORMAT.format(f" {self.engine_index}"), force=True)
+        self._run()
+
+    def _run(self) -> None:
         try:
             core = EngineCore(self.config, self.executor_class or Executor.get_class(), self.log_stats)
         except BaseException as error:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxllm.config import EngineConfig
+from jaxllm.config import EngineConfig, check_at_least
 from jaxllm.core.kv_cache_utils import BlockHasher
 from jaxllm.core.kv_events import PrefixIndex
 from jaxllm.core.load_balancer import LoadBalancer
@@ -25,6 +25,7 @@ from jaxllm.engine.engine_devices import engine_environment
 from jaxllm.engine.engine_link import EngineLink, Mailbox, socket_folder
 from jaxllm.engine.errors import EngineDeadError, EngineLostError, EngineStartError
 from jaxllm.engine.mp_client import AsyncEngineCoreCalls
+from jaxllm.engine.ray_process import RayPlacement
 from jaxllm.engine.serial import encode_request
 from jaxllm.executor.abstract import Executor
 
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 FIRST_RESTART_DELAY_S = 1.0
 # In a row; then it is given up.
 MAX_FAILED_RESTARTS = 5
+# How often it is looked whether engine cores that are to leave have done their work.
+DRAIN_POLL_S = 0.02
 
 
 class EngineReady:
@@ -76,12 +79,18 @@ class EngineGroup:
         self._starting: dict[int, EngineLink] = {}
         self._restarts: list[threading.Thread] = []
         self.restarting: set[int] = set()
-        self._environments = [engine_environment(config, index, self.num_engines) for index in range(self.num_engines)]
+        self._placement: RayPlacement | None = None
+        self._environments: list[dict[str, str]] = []
+        if config.parallel.data_parallel_backend == "ray":
+            self._placement = RayPlacement(config)
+        else:
+            self._environments = [engine_environment(config, index, self.num_engines) for index in range(self.num_engines)]
         self._folder = socket_folder()
         self._listener: SnapshotListener | None = None
         self.coordinator: CoordinatorProcess | None = None
         try:
-            self.coordinator = CoordinatorProcess(self._folder, self.num_engines)
+            host = None if self._placement is None else self._placement.host
+            self.coordinator = CoordinatorProcess(self._folder, self.num_engines, host)
             self._listener = SnapshotListener(self.coordinator.addresses.snapshots, self._take_snapshot)
             for index in range(self.num_engines):
                 self.links.append(self.start_link(index))
@@ -112,14 +121,15 @@ class EngineGroup:
             put,
             engine_index=index,
             coordinator=self.coordinator.addresses.loads,
-            environment=self._environments[index],
+            environment=self._environments[index] if self._environments else None,
+            placement=self._placement,
         )
         return link
 
     def _begin_restart(self, index: int) -> None:
         """From the receiving thread of the link that has died."""
         with self._lock:
-            if not self._config.parallel.data_parallel_restart or self._closed.is_set():
+            if not self._config.parallel.data_parallel_restart or not self._is_wanted(index):
                 return
             self.restarting.add(index)
             thread = threading.Thread(target=self._restart, args=(index,), daemon=True, name=f"restart-{index}")
@@ -129,10 +139,10 @@ class EngineGroup:
     def _restart(self, index: int) -> None:
         dead = self.links[index]
         for failures in range(MAX_FAILED_RESTARTS):
-            if self._closed.wait(FIRST_RESTART_DELAY_S * 2**failures):
-                return
+            self._closed.wait(FIRST_RESTART_DELAY_S * 2**failures)
             with self._lock:
-                if self._closed.is_set():
+                if not self._is_wanted(index):
+                    self.restarting.discard(index)
                     return
                 link = self._starting[index] = self.start_link(index)
             try:
@@ -145,10 +155,10 @@ class EngineGroup:
                 with self._lock:
                     del self._starting[index]
             with self._lock:
-                is_late = self._closed.is_set()
+                is_late = not self._is_wanted(index)
+                self.restarting.discard(index)
                 if not is_late:
                     self.links[index] = link
-                    self.restarting.discard(index)
             if is_late:
                 link.close()
             else:
@@ -159,6 +169,61 @@ class EngineGroup:
         self.restarting.discard(index)
         # Whoever waits for outputs looks again whether there is hope.
         self._put((index, dead, EngineDeadError(f"{dead.death}; it could not be started again")))
+
+    def _is_wanted(self, index: int) -> bool:
+        return not self._closed.is_set() and index < self.num_engines
+
+    def grow(self, num_engines: int) -> list[EngineLink]:
+        """Start engine cores until there are `num_engines`, and wait until all are ready. Blocks.
+
+        Returns:
+            The new ones.
+
+        Raises:
+            As `wait_until_ready`; none of the new ones is left running then.
+        """
+        new: list[EngineLink] = []
+        first = len(self.links)
+        try:
+            for index in range(first, num_engines):
+                with self._lock:
+                    if self._closed.is_set():
+                        raise EngineDeadError("the engine was shut down")
+                    link = self._starting[index] = self.start_link(index)
+                new.append(link)
+            for link in new:
+                link.wait_until_ready()
+        except BaseException:
+            for link in new:
+                link.close()
+            raise
+        finally:
+            with self._lock:
+                for index in range(first, num_engines):
+                    self._starting.pop(index, None)
+        with self._lock:
+            is_late = self._closed.is_set()
+            if not is_late:
+                self.links += new
+                self.num_engines = num_engines
+        if is_late:
+            for link in new:
+                link.close()
+            raise EngineDeadError("the engine was shut down")
+        return new
+
+    def shrink(self, num_engines: int) -> None:
+        """End the last engine cores, which have no requests. Blocks."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self.num_engines = num_engines
+            leaving = self.links[num_engines:]
+            del self.links[num_engines:]
+        for link in leaving:
+            link.ask_to_end()
+        for link in leaving:
+            link.close()
 
     def close(self, drain_timeout: float = 0.0) -> None:
         """End all processes. May be called more than once; see EngineLink.close."""
@@ -209,10 +274,63 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
         weakref.finalize(self, closer.start).atexit = False
         # As of the items of the mailbox that have been read.
         self._links = list(self._group.links)
+        self._can_scale = config.parallel.data_parallel_backend == "ray"
+        self._is_scaling = False
+        self.num_engines = len(self._links)  # that take requests or will again
 
-    @property
-    def num_engines(self) -> int:
-        return self._group.num_engines
+    async def scale(self, num_engines: int) -> None:
+        """Change the number of engine cores while they serve.
+
+        New ones take requests once they are ready. The last ones leave: they take no more requests, run those that they have to
+        their end, and are ended.
+
+        Raises:
+            ValueError: if `num_engines` is no number of engine cores, or their number cannot change, or is changing.
+            EngineStartError: if a new one does not become ready; all is as before then.
+        """
+        check_at_least("data_parallel_size", num_engines, 1)
+        if not self._can_scale:
+            raise ValueError("the number of engines is fixed: only data_parallel_backend 'ray' can change it")
+        if self._is_scaling:
+            raise ValueError(f"data_parallel_size is changing already, got {num_engines}")
+        self._is_scaling = True
+        try:
+            if num_engines > self.num_engines:
+                self._welcome_new(await asyncio.to_thread(self._group.grow, num_engines))
+            elif num_engines < self.num_engines:
+                await self._dismiss(num_engines)
+        finally:
+            self._is_scaling = False
+
+    def _welcome_new(self, links: Sequence[EngineLink]) -> None:
+        first = len(self._links)
+        self._links += links
+        self._requests += [{} for _ in links]
+        self._deaths += [None] * len(links)
+        self.num_engines = len(self._links)
+        self.balancer.resize(self.num_engines)
+        if self._prefixes is not None:
+            self._prefixes.num_engines = self.num_engines
+        for index in range(first, self.num_engines):
+            self.balancer.set_available(index, False)
+            self._welcome(index, self._links[index])
+
+    async def _dismiss(self, num_engines: int) -> None:
+        """Let the last engine cores drain and end."""
+        self.num_engines = num_engines
+        for index in range(num_engines, len(self._links)):
+            self.balancer.set_available(index, False)
+        while any(self._requests[num_engines:]):
+            await asyncio.sleep(DRAIN_POLL_S)
+        for index in range(num_engines, len(self._links)):
+            if self._prefixes is not None:
+                self._prefixes.forget(index)
+        # What still comes from them is for nobody.
+        del self._links[num_engines:], self._requests[num_engines:], self._deaths[num_engines:]
+        self.balancer.resize(num_engines)
+        if self._prefixes is not None:
+            self._prefixes.num_engines = num_engines
+        await asyncio.to_thread(self._group.shrink, num_engines)
 
     @property
     def num_gpu_blocks(self) -> int:
@@ -267,7 +385,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
     def _choose(self, request: EngineCoreRequest) -> int:
         snapshot, self._group.snapshot = self._group.snapshot, None
         for load in snapshot or ():
-            if load is not None:
+            if load is not None and load.engine_index < self.num_engines:
                 self.balancer.update(load.engine_index, load.waiting, load.running)
         cached = None
         if self._prefixes is not None:
@@ -298,6 +416,8 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
                 raise error
             await self._mailbox.first()
             index, link, item = self._mailbox.items.popleft()
+            if index >= len(self._links):
+                continue  # it has left
             if isinstance(item, EngineReady):
                 self._welcome(index, link)
                 continue
@@ -328,6 +448,8 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
     def _welcome(self, index: int, link: EngineLink) -> None:
         if link.death is not None:
             return  # it has not lived long, and another one is on its way
+        if index >= self.num_engines:
+            return  # it is about to leave
         self._links[index] = link
         self._deaths[index] = None
         try:

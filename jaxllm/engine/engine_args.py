@@ -111,6 +111,7 @@ class EngineArgs:
         data_parallel_restart: start an engine again that has died; the others serve meanwhile.
         data_parallel_routing: which engine gets a request: load (the one with the least to do) or prefix (the one that has most
             of its prompt cached, unless it has much more to do than others).
+        data_parallel_backend: where engines run: mp (this machine) or ray (a Ray cluster; their number can then change).
         attention_backend: "auto" picks by device.
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
         compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
@@ -154,6 +155,7 @@ class EngineArgs:
     data_parallel_size: int = 1
     data_parallel_restart: bool = False
     data_parallel_routing: str = "load"
+    data_parallel_backend: str = "mp"
     attention_backend: str = "auto"
     cudagraph_capture_sizes: Sequence[int] | None = None
     compile_sizes: Sequence[int] | None = None
@@ -227,6 +229,7 @@ class EngineArgs:
                 data_parallel_size=self.data_parallel_size,
                 data_parallel_restart=self.data_parallel_restart,
                 data_parallel_routing=self.data_parallel_routing,  # type: ignore[arg-type]  # checked at birth
+                data_parallel_backend=self.data_parallel_backend,  # type: ignore[arg-type]  # checked at birth
             ),
             attention_backend=self.attention_backend,
             cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),

@@ -25,6 +25,7 @@ from jaxllm.core.types import EngineCoreOutputs
 from jaxllm.engine.core_proc import Addresses, EngineCoreMain, InputType, OutputType
 from jaxllm.engine.engine_process import EngineProcess
 from jaxllm.engine.errors import EngineDeadError, EngineStartError
+from jaxllm.engine.ray_process import RayEngineProcess, RayPlacement
 from jaxllm.engine.serial import CallFailure, Frames, decode_outputs, decode_value, encode_value
 from jaxllm.executor.abstract import Executor
 
@@ -55,6 +56,7 @@ class EngineLink:
         put: gets, from the receiving thread, every EngineCoreOutputs that answers no call, and in the end an EngineDeadError.
         engine_index, coordinator: for one of several; see EngineCoreMain.
         environment: variables of the process.
+        placement: to start it as a Ray actor, on any node; its sockets are then on TCP.
 
     Raises:
         ValueError: if the executor class cannot be found by another process.
@@ -74,6 +76,7 @@ class EngineLink:
         engine_index: int = 0,
         coordinator: str | None = None,
         environment: Mapping[str, str] | None = None,
+        placement: RayPlacement | None = None,
     ) -> None:
         _check_importable(executor_class)
         self._put = put
@@ -90,15 +93,19 @@ class EngineLink:
         self._folder = socket_folder()
         self._context = zmq.Context()
         try:
-            addresses = Addresses(f"ipc://{self._folder}/inputs", f"ipc://{self._folder}/outputs")
-            self._inputs = self._bind(zmq.ROUTER, addresses.inputs)
-            self._outputs = self._bind(zmq.PULL, addresses.outputs)
+            ends = [f"ipc://{self._folder}/{name}" for name in ("inputs", "outputs")]
+            if placement is not None:
+                ends = [f"tcp://{placement.host}:*"] * 2
+            self._inputs, self._outputs = self._bind(zmq.ROUTER, ends[0]), self._bind(zmq.PULL, ends[1])
+            addresses = Addresses(*(sock.getsockopt_string(zmq.LAST_ENDPOINT) for sock in (self._inputs, self._outputs)))
             level = logging.getLogger().getEffectiveLevel()
             main = EngineCoreMain(
                 config, executor_class, log_stats, (addresses,), self._pid, self._folder, level, engine_index, coordinator
             )
             name = "engine-core" if coordinator is None else f"engine-core-{engine_index}"
-            self.process = EngineProcess(main, name, environment)
+            self.process: EngineProcess | RayEngineProcess = (
+                EngineProcess(main, name, environment) if placement is None else placement.start(main, name)
+            )
         except BaseException:
             self._clean_up()
             raise

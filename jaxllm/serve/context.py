@@ -122,7 +122,7 @@ class Context:
         text = request.headers.get(ENGINE_HEADER)
         if text is None:
             return None
-        num_engines = self.config.parallel.data_parallel_size
+        num_engines = self.engine.num_engines
         if not (text.isascii() and text.isdecimal()) or int(text) >= num_engines:
             raise bad_request(f"{ENGINE_HEADER} must be in [0, {num_engines - 1}], got {text!r}", ENGINE_HEADER)
         return int(text)

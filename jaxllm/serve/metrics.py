@@ -114,7 +114,7 @@ class StatsLogger:
                 name = metric.name.removeprefix(METRIC_PREFIX)
                 totals[name] = totals.get(name, 0.0) + metric.value
         if "kv_cache_usage_perc" in totals:
-            totals["kv_cache_usage_perc"] /= self.context.config.parallel.data_parallel_size
+            totals["kv_cache_usage_perc"] /= self.context.engine.num_engines
         return totals
 
     def line(self) -> str | None:

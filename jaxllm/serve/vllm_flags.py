@@ -71,7 +71,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "--master-addr": ((), "one machine serves"),
     "--data-parallel-address": ((), "one engine serves"),
     "--data-parallel-rpc-port": ((), "one engine serves"),
-    "--data-parallel-backend": (("mp",), "one engine serves"),
     "--headless": ((), "one machine serves"),
     "--enable-expert-parallel": ((), "no model here has experts"),
     "--enable-eplb": ((), "no model here has experts"),
