@@ -11,6 +11,7 @@ import signal
 import sys
 from typing import Any
 
+import httpx
 import ray
 from async_streams import collect, set_step_time, stream, tokens_of
 from child_engine import ChildExecutor, is_alive
@@ -19,6 +20,9 @@ from toy_engine import expected_tokens, make_config
 
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.dp_client import DPLBAsyncMPClient
+from jaxllm.serve.app import build_app
+from jaxllm.serve.args import ServeArgs
+from jaxllm.serve.context import Context
 
 
 def client_of(llm: AsyncLLM) -> DPLBAsyncMPClient:
@@ -82,6 +86,16 @@ async def scenario(llm: AsyncLLM, seen: dict[str, Any]) -> None:
     seen["ends"] = sorted(type(end).__name__ for end in ends)
     seen["death"] = str(client._deaths[1])
 
+    # The dead one leaves, and another one comes, over HTTP.
+    await llm.scale(1)
+    context = Context(llm, llm.config, None, ServeArgs(served_model_name=("toy",)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(build_app(context)), base_url="http://engine") as http:
+        made = await http.post("/scale", json={"data_parallel_size": 2})
+        refused = await http.post("/scale", json={"data_parallel_size": 0})
+    seen["http"] = [[made.status_code, made.json()], [refused.status_code, refused.json()["error"]["message"]]]
+    again = await asyncio.gather(*(collect(stream(llm, [7, i], f"a{i}")) for i in range(2)))
+    seen["again"] = [tokens_of(found) == expected_tokens([7, i], 5) for i, found in enumerate(again)]
+
 
 def stream_params() -> Any:
     from jaxllm.sampling_params import RequestOutputKind, SamplingParams
@@ -98,7 +112,7 @@ def main() -> None:
         llm = AsyncLLM(config, None, ChildExecutor)
         try:
             asyncio.run(scenario(llm, seen))
-            pids = client_of(llm).pids[:1]
+            pids = client_of(llm).pids
         finally:
             llm.shutdown()
         seen["alive_after"] = [is_alive(pid) for pid in pids]
