@@ -54,5 +54,5 @@ $(VENV)/.demo: $(VENV)/.uv pyproject.toml uv.lock
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml uv.lock
 	@echo "installing jaxllm and the development tools into $(VENV)"
-	@$(SYNC) --extra demo --extra bench --extra serve
+	@$(SYNC) --extra demo --extra bench --extra serve --extra ray
 	@touch $@

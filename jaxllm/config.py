@@ -14,6 +14,8 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 ExecutorBackend = Literal["uni", "mp"]
+DataParallelRouting = Literal["load", "prefix"]
+DataParallelBackend = Literal["mp", "ray"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -379,6 +381,11 @@ class ParallelConfig:
         nnodes: machines that share the workers evenly, under "mp".
         node_rank: which of them this is; the engine runs on 0.
         master_addr, master_port: where the others find node 0, at three ports from this one on.
+        data_parallel_size: engine cores, each in a process and with devices of its own; the front end shares out the requests.
+        data_parallel_restart: start an engine core again that has died.
+        data_parallel_routing: which engine core gets a request: "load" is the one with the least to do, "prefix" the one that has
+            most of its prompt in its prefix cache, unless it has much more to do than others.
+        data_parallel_backend: "mp" starts engine cores on this machine, "ray" on the nodes of a Ray cluster.
     """
 
     tensor_parallel_size: int = 1
@@ -391,6 +398,10 @@ class ParallelConfig:
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 29501
+    data_parallel_size: int = 1
+    data_parallel_restart: bool = False
+    data_parallel_routing: DataParallelRouting = "load"
+    data_parallel_backend: DataParallelBackend = "mp"
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
@@ -402,6 +413,9 @@ class ParallelConfig:
                 f"pipeline_parallel_size {self.pipeline_parallel_size} needs distributed_executor_backend 'uni', "
                 f"got {self.distributed_executor_backend!r}: one process starts the steps of all stages"
             )
+        check_at_least("data_parallel_size", self.data_parallel_size, 1)
+        check_choice("data_parallel_routing", self.data_parallel_routing, DataParallelRouting)
+        check_choice("data_parallel_backend", self.data_parallel_backend, DataParallelBackend)
         check_at_least("devices_per_worker", self.devices_per_worker, 1)
         for name in ("execute_model_timeout", "worker_hang_timeout"):
             if not getattr(self, name) > 0:
@@ -436,6 +450,11 @@ class ParallelConfig:
     def num_local_workers(self) -> int:
         """Those of one machine."""
         return self.num_workers // self.nnodes
+
+    @property
+    def has_one_engine(self) -> bool:
+        """Whether there is one engine core and never another one."""
+        return self.data_parallel_size == 1 and not self.data_parallel_restart and self.data_parallel_backend == "mp"
 
 
 @dataclass(frozen=True)
@@ -473,6 +492,8 @@ class EngineConfig:
         num_stages, num_layers = self.parallel.pipeline_parallel_size, self.model.decoder.num_layers
         if num_stages > num_layers:
             raise ValueError(f"pipeline_parallel_size {num_stages} is greater than the model's {num_layers} layers")
+        if self.parallel.data_parallel_routing == "prefix" and not self.cache.enable_prefix_caching:
+            raise ValueError("data_parallel_routing 'prefix' needs enable_prefix_caching")
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)

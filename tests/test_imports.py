@@ -46,6 +46,7 @@ THIRD_PARTY_HOMES = {
     "matplotlib": {"bench"},
     "msgspec": {"engine", "executor", "serve"},
     "zmq": {"engine", "executor"},
+    "ray": {"engine"},
     "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat"},
 }
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.async_scheduler import AsyncScheduler
+from jaxllm.core.kv_events import KVEventLog, KVEvents
 from jaxllm.core.output import SchedulerOutput
 from jaxllm.core.request import Request, RequestStatus
 from jaxllm.core.scheduler import Scheduler
@@ -62,6 +63,8 @@ class EngineCore:
             self.kv_cache_config = self.executor.initialize()
             scheduler_class = AsyncScheduler if config.scheduler.async_scheduling else Scheduler
             self.scheduler = scheduler_class(config.scheduler, config.cache, self.kv_cache_config)
+            self._kv_events = KVEventLog() if config.parallel.data_parallel_routing == "prefix" else None
+            self.scheduler.kv_cache_manager.block_pool.events = self._kv_events
         except BaseException:
             self.executor.shutdown()
             raise
@@ -197,6 +200,10 @@ class EngineCore:
         """Outputs of each front end that no step made: of requests that the engine core itself has aborted."""
         undelivered, self._undelivered = self._undelivered, {}
         return undelivered
+
+    def take_kv_events(self) -> KVEvents | None:
+        """What the prefix cache has gained and lost since the last time; None if nothing, or nobody wants to know."""
+        return None if self._kv_events is None else self._kv_events.take()
 
     def abort_all(self) -> None:
         """End every request with the reason "abort", of which the front ends are told; see `take_undelivered`."""

@@ -118,6 +118,11 @@ class EngineArgs:
         node_rank: which of them this is. The engine runs on 0; the same command on the others runs their workers only.
         master_addr: where the others find node 0.
         master_port: at which port, and the two after it.
+        data_parallel_size: engines, each with devices of its own, among which a server shares out its requests.
+        data_parallel_restart: start an engine again that has died; the others serve meanwhile.
+        data_parallel_routing: which engine gets a request: load (the one with the least to do) or prefix (the one that has most
+            of its prompt cached, unless it has much more to do than others).
+        data_parallel_backend: where engines run: mp (this machine) or ray (a Ray cluster; their number can then change).
         attention_backend: "auto" picks by device.
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
         compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
@@ -168,6 +173,10 @@ class EngineArgs:
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 29501
+    data_parallel_size: int = 1
+    data_parallel_restart: bool = False
+    data_parallel_routing: str = "load"
+    data_parallel_backend: str = "mp"
     attention_backend: str = "auto"
     cudagraph_capture_sizes: Sequence[int] | None = None
     compile_sizes: Sequence[int] | None = None
@@ -250,6 +259,10 @@ class EngineArgs:
                 node_rank=self.node_rank,
                 master_addr=self.master_addr,
                 master_port=self.master_port,
+                data_parallel_size=self.data_parallel_size,
+                data_parallel_restart=self.data_parallel_restart,
+                data_parallel_routing=self.data_parallel_routing,  # type: ignore[arg-type]  # checked at birth
+                data_parallel_backend=self.data_parallel_backend,  # type: ignore[arg-type]  # checked at birth
             ),
             attention_backend=self.attention_backend,
             cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),

@@ -64,6 +64,13 @@ class LLMEngine:
         self.metrics = EngineMetrics(config.model.max_model_len) if config.log_stats else None
         self.admission = AdmissionControl(config, self.output_processor, self.metrics)
         self.engine_core: EngineCoreClient
+        if config.parallel.data_parallel_backend != "mp":
+            raise ValueError(f"data_parallel_backend must be 'mp' here, got {config.parallel.data_parallel_backend!r}")
+        if config.parallel.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size must be 1 here, got {config.parallel.data_parallel_size}: several engines are for servers "
+                "(`python -m jaxllm.serve`, AsyncLLM); offline, start a process with an LLM for each share of the prompts"
+            )
         if multiprocess:
             self.engine_core = SyncMPClient(config, executor_class, config.log_stats)
         else:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxllm.core.kv_events import KVEvents
 from jaxllm.core.output import LogprobsLists
 from jaxllm.core.types import (
     EngineCoreEvent,
@@ -56,7 +57,7 @@ class CallFailure:
 
 
 _DATACLASSES = {
-    cls.__name__: cls for cls in (CallFailure, PrefixCacheStats, RepetitionDetectionParams, SchedulerStats, StepStats)
+    cls.__name__: cls for cls in (CallFailure, KVEvents, PrefixCacheStats, RepetitionDetectionParams, SchedulerStats, StepStats)
 }
 
 
@@ -149,6 +150,7 @@ def encode_outputs(outputs: EngineCoreOutputs) -> list[Buffer]:
             outputs.timestamp,
             outputs.finished_requests,
             packer.value(outputs.utility_result),
+            packer.value(outputs.kv_events),
         )
     )
 
@@ -161,7 +163,8 @@ def _pack_logprobs(packer: _Packer, records: Sequence[EngineCoreOutput], indices
 
 def decode_outputs(frames: Frames) -> EngineCoreOutputs:
     """What `encode_outputs` was given. Arrays share the frames' memory."""
-    request_ids, token_ids, num_cached_tokens, rest, logprobs, stats, timestamp, finished, utility_result = decode(frames[0])
+    request_ids, token_ids, num_cached_tokens, rest, logprobs, stats, timestamp, finished, *others = decode(frames[0])
+    utility_result, kv_events = others
     unpacker = _Unpacker(frames)
     records = [
         EngineCoreOutput(request_id, tokens, num_cached_tokens=cached)
@@ -187,4 +190,5 @@ def decode_outputs(frames: Frames) -> EngineCoreOutputs:
         timestamp=timestamp,
         finished_requests=None if finished is None else set(finished),
         utility_result=unpacker.value(utility_result),
+        kv_events=unpacker.value(kv_events),
     )

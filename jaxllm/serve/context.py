@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_LEN = 128
 REQUEST_ID = "jaxllm.request_id"  # in an ASGI scope: the id that was made for a request without one
+ENGINE_HEADER = "X-data-parallel-rank"
 TRACE_HEADERS = ("traceparent", "tracestate")
 
 
@@ -50,6 +51,7 @@ class Call:
         base_id: the client's own id, or a random one.
         id: of the response.
         created: seconds, `time.time()`.
+        data_parallel_rank: the engine that is to run it, if the client has a wish.
     """
 
     base_id: str
@@ -57,6 +59,7 @@ class Call:
     created: int
     model: str
     trace_headers: dict[str, str] | None
+    data_parallel_rank: int | None
 
 
 class Context:
@@ -104,7 +107,7 @@ class Context:
     def begin(self, prefix: str, body: GenerationBody | ResponsesRequest, request: Request) -> Call:
         """
         Raises:
-            ApiError: if the server stops, or the request names another model.
+            ApiError: if the server stops, or the request names another model, or an engine that is none.
         """
         if self.is_stopping:
             raise shutting_down()
@@ -112,7 +115,17 @@ class Context:
         made = request.scope.get(REQUEST_ID) or uuid.uuid4().hex
         base_id = (request.headers.get("x-request-id") or body.request_id or made)[:MAX_REQUEST_ID_LEN]
         trace = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
-        return Call(base_id, base_id if base_id.startswith(prefix) else prefix + base_id, int(time.time()), model, trace or None)
+        response_id = base_id if base_id.startswith(prefix) else prefix + base_id
+        return Call(base_id, response_id, int(time.time()), model, trace or None, self._wanted_engine(request))
+
+    def _wanted_engine(self, request: Request) -> int | None:
+        text = request.headers.get(ENGINE_HEADER)
+        if text is None:
+            return None
+        num_engines = self.engine.num_engines
+        if not (text.isascii() and text.isdecimal()) or int(text) >= num_engines:
+            raise bad_request(f"{ENGINE_HEADER} must be in [0, {num_engines - 1}], got {text!r}", ENGINE_HEADER)
+        return int(text)
 
     def open(self, call: Call, requests: Sequence[EngineRequest]) -> EngineStream:
         """A stream of the engine's outputs, known to `abort` until it is closed."""

@@ -107,11 +107,15 @@ class StatsLogger:
                 logger.info(line)
 
     def _totals(self) -> dict[str, float]:
-        return {
-            metric.name.removeprefix(METRIC_PREFIX): metric.value
-            for metric in engine_metrics(self.context)
-            if isinstance(metric, Counter | Gauge) and not metric.labels
-        }
+        """Of all engines together; of the KV cache their mean."""
+        totals: dict[str, float] = {}
+        for metric in engine_metrics(self.context):
+            if isinstance(metric, Counter | Gauge) and not metric.labels.keys() - {"engine"}:
+                name = metric.name.removeprefix(METRIC_PREFIX)
+                totals[name] = totals.get(name, 0.0) + metric.value
+        if "kv_cache_usage_perc" in totals:
+            totals["kv_cache_usage_perc"] /= self.context.engine.num_engines
+        return totals
 
     def line(self) -> str | None:
         """What happened since the last one; None if nothing did, twice in a row."""

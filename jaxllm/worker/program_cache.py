@@ -4,6 +4,7 @@ jax's own persistent cache saves the compiler's work only; tracing thirty layers
 depends on goes into its name, the source code included, so a program that does not fit is simply not found.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -12,7 +13,8 @@ import platform
 import secrets
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,26 @@ def _host() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Let no other process do this meanwhile, where the file system can tell; a process that dies keeps nobody waiting."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:
+        yield  # nothing can be kept there either
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("%s cannot be locked: %s", path, error)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
 class ProgramCache:
     """
     Args:
@@ -84,8 +106,12 @@ class ProgramCache:
         path = self._directory / f"{name.replace(' ', '-')}-{digest}.program"
         program = self._load(path)
         if program is None:
-            program = lower(f"step_{secrets.token_hex(8)}").compile()
-            self._save(path, program)
+            # Of several engines that start at once one compiles, while the others go on to the next program or wait for it.
+            with _one_at_a_time(path.with_suffix(".lock")):
+                program = self._load(path)
+                if program is None:
+                    program = lower(f"step_{secrets.token_hex(8)}").compile()
+                    self._save(path, program)
         return program
 
     def _load(self, path: Path) -> jax.stages.Compiled | None:

@@ -74,6 +74,10 @@ def make_config(
     max_num_queued_tokens: int | None = None,
     async_scheduling: bool = False,
     num_stages: int = 1,
+    data_parallel_size: int = 1,
+    data_parallel_restart: bool = False,
+    data_parallel_routing: Any = "load",
+    data_parallel_backend: Any = "mp",
     **model: Any,
 ) -> EngineConfig:
     """Synchronous scheduling unless asked otherwise, since many tests count steps."""
@@ -90,7 +94,13 @@ def make_config(
         model=ModelConfig("toy", "toy", decoder, "float32", max_model_len, eos_token_ids=eos_token_ids, **model),
         cache=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching, num_gpu_blocks_override=num_blocks),
         scheduler=scheduler,
-        parallel=ParallelConfig(pipeline_parallel_size=num_stages),
+        parallel=ParallelConfig(
+            pipeline_parallel_size=num_stages,
+            data_parallel_size=data_parallel_size,
+            data_parallel_restart=data_parallel_restart,
+            data_parallel_routing=data_parallel_routing,
+            data_parallel_backend=data_parallel_backend,
+        ),
         log_stats=log_stats,
         stream_interval=stream_interval,
         max_num_queued_reqs=max_num_queued_reqs,
