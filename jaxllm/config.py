@@ -436,10 +436,17 @@ class ParallelConfig:
             raise ValueError(f"node_rank must be below nnodes {self.nnodes}, got {self.node_rank}")
         if self.nnodes > 1 and self.distributed_executor_backend == "uni":
             raise ValueError(f"nnodes {self.nnodes} needs distributed_executor_backend 'mp', got 'uni'")
+        if self.nnodes > 1 and not self.has_one_engine:
+            raise ValueError(f"nnodes {self.nnodes} needs one engine, got data_parallel_size {self.data_parallel_size}")
         if self.num_workers % self.nnodes:
             raise ValueError(f"nnodes {self.nnodes} must divide the number of workers, {self.num_workers}")
         if self.master_port > 65533:
             raise ValueError(f"master_port must be at most 65533, got {self.master_port}: three ports are needed")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one engine, on all its machines."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_workers(self) -> int:

@@ -18,7 +18,7 @@ def visible_devices() -> list[str]:
 def engine_environment(config: EngineConfig, local_index: int, num_local: int) -> dict[str, str]:
     """Environment variables for one of `num_local` engine cores on this machine.
 
-    On GPUs each gets the next `tensor_parallel_size` devices. On a CPU each gets its share of the cores, as threads: XLA:CPU
+    On GPUs each gets the next `num_devices` devices. On a CPU each gets its share of the cores, as threads: XLA:CPU
     makes as many as NPROC says, else one for every core, and several engines would then fight for them. A NPROC that is set
     stays.
 
@@ -29,10 +29,10 @@ def engine_environment(config: EngineConfig, local_index: int, num_local: int) -
         if num_local == 1 or "NPROC" in os.environ:
             return {}
         return {"NPROC": str(max(1, len(os.sched_getaffinity(0)) // num_local))}
-    size, devices = config.parallel.tensor_parallel_size, visible_devices()
+    size, devices = config.parallel.num_devices, visible_devices()
     if len(devices) < num_local * size:
         raise ValueError(
-            f"data_parallel_size {num_local} with tensor_parallel_size {size} needs {num_local * size} devices, "
+            f"data_parallel_size {num_local} with {size} devices an engine needs {num_local * size} devices, "
             f"found {len(devices)}: {', '.join(devices) or 'none'}"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[local_index * size : (local_index + 1) * size])}

@@ -47,7 +47,7 @@ class RayPlacement:
         if not ray.is_initialized():
             ray.init(log_to_driver=False, logging_level=logging.WARNING)
         self.host: str = ray.util.get_node_ip_address()
-        size = config.parallel.tensor_parallel_size
+        size = config.parallel.num_devices
         if detect_platform() == "cuda":
             self.resources, self.environment = {"CPU": 1.0, "GPU": float(size)}, {}
         else:
