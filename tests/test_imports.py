@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # The packages of jaxllm from the top down; one may import those below it, and those beside it in the same row are strangers.
 LAYERS = [
-    {"llm", "cli", "serve", "bench", "beam_search", "__main__"},
+    {"llm", "cli", "serve", "bench", "plan", "beam_search", "__main__"},
     {"engine"},
     {"executor"},
     {"worker"},
@@ -46,7 +46,7 @@ THIRD_PARTY_HOMES = {
     "matplotlib": {"bench"},
     "msgspec": {"engine", "serve"},
     "zmq": {"engine"},
-    "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat"},
+    "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat", "plan"},
 }
 
 

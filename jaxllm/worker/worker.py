@@ -106,24 +106,7 @@ class Worker:
             ValueError: if the blocks that fit do not hold one request of max_model_len tokens.
         """
         model, cache = self.config.model, self.config.cache
-        platform = self.devices[0].platform
-        least_tokens = 2 if platform == "cpu" and model.dtype != "float32" else 1
-        scheduler = self.config.scheduler
-        buckets = Buckets(
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-            least_tokens,
-            self.config.cudagraph_capture_sizes,
-            self.config.compile_sizes,
-        )
-
-        def runner_with(num_blocks: int) -> ModelRunner:
-            config = dataclasses.replace(self.kv_cache_config, num_blocks=num_blocks)
-            rows_per_group = CPU_ROWS_PER_GROUP if platform == "cpu" else None
-            return ModelRunner(
-                self.config, self.mesh, self.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
-            )
-
+        scheduler, platform, runner_with = self.config.scheduler, self.devices[0].platform, self._make_runner
         if cache.num_gpu_blocks_override is not None:
             num_blocks = cache.num_gpu_blocks_override
             check_num_blocks(num_blocks, self.kv_cache_config, model.max_model_len, f"num_gpu_blocks_override is {num_blocks}")
@@ -141,6 +124,21 @@ class Worker:
         self.kv_cache_config = self.runner.kv_cache_config
         self._log_memory()
         return self.kv_cache_config
+
+    def _make_runner(self, num_blocks: int) -> ModelRunner:
+        platform, scheduler = self.devices[0].platform, self.config.scheduler
+        buckets = Buckets(
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            2 if platform == "cpu" and self.config.model.dtype != "float32" else 1,
+            self.config.cudagraph_capture_sizes,
+            self.config.compile_sizes,
+        )
+        config = dataclasses.replace(self.kv_cache_config, num_blocks=num_blocks)
+        rows_per_group = CPU_ROWS_PER_GROUP if platform == "cpu" else None
+        return ModelRunner(
+            self.config, self.mesh, self.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
+        )
 
     def init_kv_cache(self) -> None:
         """Allocate the device blocks and the request rows."""
