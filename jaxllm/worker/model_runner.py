@@ -106,7 +106,8 @@ class ModelRunner:
         self.num_groups = len(kv_cache_config.groups)
         self.replicated = sharding_of(mesh, ())
         self.kv_sharding = sharding_of(mesh, KV_CACHE_AXES)
-        self.options = StepOptions(config.model.max_logprobs, config.model.logprobs_mode, rows_per_group)
+        sampling_mesh = mesh if mesh.size > 1 else None
+        self.options = StepOptions(config.model.max_logprobs, config.model.logprobs_mode, rows_per_group, sampling_mesh)
         self.programs: dict[Bucket, jax.stages.Compiled] = {}
         self.kv_caches: KVCaches = ()
         self.state: row_state.RowState | None = None
