@@ -31,16 +31,23 @@ _SOURCES = ("jaxllm/config.py", "jaxllm/layers", "jaxllm/models", "jaxllm/sample
 
 
 def step_options(platform: str) -> CompilerOptions | None:
-    """XLA's options for a step.
+    """XLA's options for a step, but for those that the user has set in XLA_FLAGS.
 
     On a GPU loops go into the command buffer too, so that a step is one launch. Outside of it the host would wait at every loop
     and conditional (the sampler's, for one) until the device has come there, and no step could be dispatched before the end of
-    the last. Whoever sets the flag in XLA_FLAGS has it as set there.
+    the last.
+
+    Rematerialization is off: a KV cache that fills the memory is more than XLA lets arguments be (80 % of the device), so it
+    would compute over and over what it need not, and take minutes to find out that this does not help.
     """
-    if platform != "gpu" or "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", ""):
+    if platform != "gpu":
         return None
-    default = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION"
-    return {"xla_gpu_enable_command_buffer": f"{default},WHILE"}
+    options: CompilerOptions = {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
+        "xla_disable_hlo_passes": "rematerialization",
+    }
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in flags}
 
 
 @cache

@@ -95,7 +95,8 @@ def compile_for_device(
         else:
             compiled = lowered.compile(compiler_options={**(options or {}), **dump})
         seconds = time.monotonic() - start
-        listings = sorted(Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt"))
+        # The listing after all passes, where a pass has changed anything, is the last by name.
+        listings = sorted(Path(folder).glob("*.thunk_sequence*.txt"))
         if not listings:
             raise RuntimeError("XLA wrote no listing of the thunks")
         resources = (*mosaic_resources(Path(folder)), *ptx_resources(Path(folder))) if kernels else ()
