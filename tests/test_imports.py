@@ -18,7 +18,7 @@ LAYERS = [
     {"layers"},
     {"core"},
     {"outputs"},
-    {"config", "sampling_params"},
+    {"config", "sampling_params", "cuda"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Front ends check requests against what the device rows can hold, and stand on the same level as beam search.

@@ -4,7 +4,6 @@ This module starts no backend: a front end that only reads the configuration nev
 """
 
 import difflib
-import importlib.util
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from jaxllm.config import (
     check_at_least,
     check_choice,
 )
+from jaxllm.cuda import cuda_is_usable
 from jaxllm.weights.source import ModelSource, resolve_model
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def detect_platform() -> Literal["cuda", "cpu"]:
     asked = os.environ.get("JAX_PLATFORMS", "").split(",")[0]
     if asked:
         return "cuda" if asked in ("cuda", "gpu") else "cpu"
-    plugin = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
-    return "cuda" if plugin and Path("/proc/driver/nvidia/version").exists() else "cpu"
+    return "cuda" if cuda_is_usable() else "cpu"
 
 
 def _device_names() -> list[str]:

@@ -14,6 +14,7 @@ import psutil
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, make_kv_cache_groups
 from jaxllm.core.output import SchedulerOutput
+from jaxllm.cuda import plugin_would_fail
 from jaxllm.models.graph import build_model_graph
 from jaxllm.models.registry import model_class
 from jaxllm.weights.dummy import dummy_params
@@ -52,6 +53,8 @@ class Worker:
         Raises:
             ValueError: if there are fewer devices than the configuration asks for.
         """
+        if plugin_would_fail():
+            jax.config.update("jax_platforms", "cpu")
         enable_persistent_cache(self.config.compilation_cache_dir)
         size = self.config.parallel.tensor_parallel_size
         devices = jax.local_devices()
