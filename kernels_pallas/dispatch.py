@@ -12,6 +12,12 @@ import jax
 logger = logging.getLogger(__name__)
 
 
+def target_platform() -> str:
+    """The platform that is being lowered for: that of the mesh in force if its devices are known, else the default backend's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def choose(operation: str, implementation: str, available: Mapping[str, tuple[str, ...]]) -> str:
     """The name of the implementation to run.
 
@@ -20,9 +26,9 @@ def choose(operation: str, implementation: str, available: Mapping[str, tuple[st
         available: name -> platforms that it runs on ("cpu", "gpu", …; empty for all), best first.
 
     Raises:
-        ValueError: if `implementation` is unknown or does not run on the default backend.
+        ValueError: if `implementation` is unknown or does not run on `target_platform()`.
     """
-    platform = jax.default_backend()
+    platform = target_platform()
     if implementation != "auto":
         if implementation not in available:
             raise ValueError(

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # The packages of jaxllm from the top down; one may import those below it, and those beside it in the same row are strangers.
 LAYERS = [
-    {"llm", "cli", "serve", "bench", "beam_search", "__main__"},
+    {"llm", "cli", "serve", "bench", "plan", "beam_search", "__main__"},
     {"engine"},
     {"executor"},
     {"worker"},
@@ -18,7 +18,7 @@ LAYERS = [
     {"layers"},
     {"core"},
     {"outputs"},
-    {"config", "sampling_params"},
+    {"config", "sampling_params", "cuda"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Front ends check requests against what the device rows can hold, and stand on the same level as beam search.
@@ -47,7 +47,7 @@ THIRD_PARTY_HOMES = {
     "msgspec": {"engine", "executor", "serve"},
     "zmq": {"engine", "executor"},
     "ray": {"engine"},
-    "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat"},
+    "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat", "plan"},
 }
 
 

@@ -4,7 +4,6 @@ This module starts no backend: a front end that only reads the configuration nev
 """
 
 import difflib
-import importlib.util
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from jaxllm.config import (
     check_at_least,
     check_choice,
 )
+from jaxllm.cuda import cuda_is_usable
 from jaxllm.weights.source import ModelSource, resolve_model
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def detect_platform() -> Literal["cuda", "cpu"]:
     asked = os.environ.get("JAX_PLATFORMS", "").split(",")[0]
     if asked:
         return "cuda" if asked in ("cuda", "gpu") else "cpu"
-    plugin = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
-    return "cuda" if plugin and Path("/proc/driver/nvidia/version").exists() else "cpu"
+    return "cuda" if cuda_is_usable() else "cpu"
 
 
 def _device_names() -> list[str]:
@@ -56,12 +55,17 @@ def _device_names() -> list[str]:
     return names
 
 
-def default_batch_sizes(platform: str, usage: UsageContext) -> tuple[int, int]:
-    """(max_num_batched_tokens, max_num_seqs) where the user gives none. As vLLM has them, but for the CPU."""
+def default_batch_sizes(platform: str, usage: UsageContext, device: str | None = None) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs) where the user gives none. As vLLM has them, but for the CPU.
+
+    Args:
+        device: NVIDIA's name of the device; None for those that are here.
+    """
     if platform == "cpu":
         # A step's time is proportional to its tokens from about 128 on: larger steps gain nothing and delay all that wait.
         return 512, 128
-    large = any(name in device for device in _device_names() for name in _LARGE_DEVICES)
+    found = _device_names() if device is None else [device]
+    large = any(name in words for words in found for name in _LARGE_DEVICES)
     if large:
         return (16384 if usage == "llm" else 8192), 1024
     return (8192 if usage == "llm" else 2048), 256
@@ -201,8 +205,11 @@ class EngineArgs:
                 raise TypeError(parse_unknown(name, known))
         return cls(**kwargs)
 
-    def create_engine_config(self, usage: UsageContext = "llm") -> EngineConfig:
+    def create_engine_config(self, usage: UsageContext = "llm", device: str | None = None) -> EngineConfig:
         """Find the model, complete what the user left open, and check everything.
+
+        Args:
+            device: NVIDIA's name of the device to complete it for; None for what there is here.
 
         Raises:
             ValueError: naming the argument and its value.
@@ -210,13 +217,13 @@ class EngineArgs:
         if self.enforce_eager:
             logger.info("enforce_eager has no effect: every step is compiled")
         check_choice("load_format", self.load_format, LoadFormat)
-        platform = detect_platform()
+        platform = detect_platform() if device is None else "cuda"
         needs_weights = self.load_format != "dummy"
         source = resolve_model(self.model, revision=self.revision, download_dir=self.download_dir, weights=needs_weights)
         model = self._model_config(source, platform)
         if self.enable_expert_parallel:
             raise ValueError(f"enable_expert_parallel needs a model with experts; {model.decoder.architecture} has none")
-        tokens, seqs = default_batch_sizes(platform, usage)
+        tokens, seqs = default_batch_sizes(platform, usage, device)
         if self.max_num_seqs is not None:
             seqs = self.max_num_seqs
         elif self.max_num_batched_tokens is not None:

@@ -1,6 +1,7 @@
 """The device blocks: how many fit, and the arrays that hold them."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -79,6 +80,6 @@ def _blocks_of_one_request(sliding_window: int | None, max_model_len: int, block
     return max_blocks_per_request(max_model_len, block_size)
 
 
-def total_bytes(arrays: Sequence[jax.Array]) -> int:
-    """Bytes on one device."""
-    return sum(array.addressable_shards[0].data.nbytes for array in arrays)
+def total_bytes(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
+    """Bytes on one device, of arrays or of their shapes."""
+    return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)

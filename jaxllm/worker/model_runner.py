@@ -21,7 +21,7 @@ from jaxllm.worker.compile_cache import CompileCounter, compile_all
 from jaxllm.worker.input_batch import InputBatch
 from jaxllm.worker.kv_cache import abstract_kv_caches, allocate_kv_caches, max_blocks_per_request
 from jaxllm.worker.processes import replicate
-from jaxllm.worker.program_cache import ProgramCache
+from jaxllm.worker.program_cache import ProgramCache, step_options
 from jaxllm.worker.prompt_logprobs import PromptChunk, PromptLogprobs
 from jaxllm.worker.row_state import NewRow
 from jaxllm.worker.step import KVCaches, StepOptions, StepOutput, Weights, make_step
@@ -109,14 +109,17 @@ class ModelRunner:
         self.replicated = sharding_of(mesh, ())
         self.kv_sharding = sharding_of(mesh, KV_CACHE_AXES)
         max_logprobs = config.model.max_logprobs if config.model.max_logprobs != -1 else config.model.decoder.vocab_size
-        self.options = StepOptions(max_logprobs, config.model.logprobs_mode, rows_per_group)
+        sampling_mesh = mesh if mesh.size > 1 else None
+        self.options = StepOptions(max_logprobs, config.model.logprobs_mode, rows_per_group, sampling_mesh)
         self.programs: dict[Bucket, jax.stages.Compiled] = {}
         self.kv_caches: KVCaches = ()
         self.state: row_state.RowState | None = None
         parts = (config.model.decoder, config.model.dtype, config.attention_backend, kv_cache_config, self.options)
         limits = (self.max_num_seqs, self.max_blocks, config.cache.block_size)
         parts = (*parts, mesh.axis_names, mesh.devices.shape, jax.process_index())
-        self.program_cache = ProgramCache(config.compilation_cache_dir, list(mesh.devices.flat), (parts, limits))
+        devices = list(mesh.devices.flat)
+        options = step_options(devices[0].platform)
+        self.program_cache = ProgramCache(config.compilation_cache_dir, devices, (parts, limits), options)
         self.prompt_logprobs = PromptLogprobs(graph, config.model, self.replicated)
         self._forget_requests()
 

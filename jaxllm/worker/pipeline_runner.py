@@ -20,7 +20,7 @@ from jaxllm.worker.compile_cache import CompileCounter, compile_all
 from jaxllm.worker.kv_cache import abstract_kv_caches, allocate_kv_caches
 from jaxllm.worker.model_runner import ModelRunner, program_bytes
 from jaxllm.worker.pipeline_step import make_stage_step
-from jaxllm.worker.program_cache import ProgramCache
+from jaxllm.worker.program_cache import ProgramCache, step_options
 from jaxllm.worker.row_state import NewRow
 from jaxllm.worker.stages import Stage
 from jaxllm.worker.step import KVCaches, StepOutput, Weights
@@ -69,6 +69,7 @@ class PipelineRunner(ModelRunner):
                 config.compilation_cache_dir,
                 list(stage.mesh.devices.flat),
                 (parts, limits, stage.mesh.axis_names, stage.mesh.devices.shape, len(stages), stage.layers),
+                step_options(last.mesh.devices.flat[0].platform),
             )
             for stage in stages
         ]

@@ -25,9 +25,31 @@ from jax.experimental import serialize_executable
 
 logger = logging.getLogger(__name__)
 
+CompilerOptions = dict[str, str | bool]
+
 MAX_BYTES = 4 * 2**30
 # Where code lies that a step is traced from.
 _SOURCES = ("jaxllm/config.py", "jaxllm/layers", "jaxllm/models", "jaxllm/sample", "jaxllm/worker", "kernels_pallas", "sharding")
+
+
+def step_options(platform: str) -> CompilerOptions | None:
+    """XLA's options for a step, but for those that the user has set in XLA_FLAGS.
+
+    On a GPU loops go into the command buffer too, so that a step is one launch. Outside of it the host would wait at every loop
+    and conditional (the sampler's, for one) until the device has come there, and no step could be dispatched before the end of
+    the last.
+
+    Rematerialization is off: a KV cache that fills the memory is more than XLA lets arguments be (80 % of the device), so it
+    would compute over and over what it need not, and take minutes to find out that this does not help.
+    """
+    if platform != "gpu":
+        return None
+    options: CompilerOptions = {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
+        "xla_disable_hlo_passes": "rematerialization",
+    }
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in flags}
 
 
 @cache
@@ -79,16 +101,24 @@ class ProgramCache:
         directory: where to keep programs; None keeps none.
         devices: what they are compiled for, in the order of the mesh.
         parts: whatever else all programs of an engine depend on; its `repr` must tell it all.
+        options: XLA's options for them.
     """
 
-    def __init__(self, directory: str | None, devices: list[jax.Device], parts: Any) -> None:
+    def __init__(
+        self, directory: str | None, devices: list[jax.Device], parts: Any, options: CompilerOptions | None = None
+    ) -> None:
         self._directory = None if directory is None else Path(directory)
         self._devices = devices
+        self._options = options
+        if directory is None:
+            return
         client = devices[0].client
         versions = (jax.__version__, jaxlib.version.__version__, client.platform_version, platform.python_version())
         kinds = [(device.platform, device.device_kind, device.id) for device in devices]
         flags = (os.environ.get("XLA_FLAGS"), jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64)
-        self._common = repr((versions, kinds, _host() if client.platform == "cpu" else "", flags, source_digest(), parts))
+        self._common = repr(
+            (versions, kinds, _host() if client.platform == "cpu" else "", flags, options, source_digest(), parts)
+        )
 
     def get(self, name: str, key: Any, lower: Callable[[str], jax.stages.Lowered]) -> jax.stages.Compiled:
         """The program, from disk or compiled and then kept.
@@ -101,7 +131,7 @@ class ProgramCache:
                 program that was loaded.
         """
         if self._directory is None:
-            return lower("step").compile()
+            return lower("step").compile(compiler_options=self._options)
         digest = hashlib.sha256(f"{self._common}{key!r}".encode()).hexdigest()[:32]
         path = self._directory / f"{name.replace(' ', '-')}-{digest}.program"
         program = self._load(path)
@@ -110,7 +140,7 @@ class ProgramCache:
             with _one_at_a_time(path.with_suffix(".lock")):
                 program = self._load(path)
                 if program is None:
-                    program = lower(f"step_{secrets.token_hex(8)}").compile()
+                    program = lower(f"step_{secrets.token_hex(8)}").compile(compiler_options=self._options)
                     self._save(path, program)
         return program
 

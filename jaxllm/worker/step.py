@@ -7,15 +7,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from jaxllm.config import LogprobsMode
 from jaxllm.models.graph import ModelGraph
 from jaxllm.sample.sampler import SamplerOutput, sample
+from jaxllm.sample.sharded import sample_sharded
 from jaxllm.sample.state import gather, update
 from jaxllm.worker.batch import Batch, BatchLayout
 from jaxllm.worker.row_state import RowState
@@ -32,11 +35,13 @@ class StepOptions:
         rows_per_group: logits and sampling of a mixed bucket go through the rows in use in groups of this many, so that their
             cost follows the rows in use. None: all rows of the bucket at once, which suits devices where a few more rows cost
             nothing and a loop does.
+        sampling_mesh: devices that share the rows while sampling; None for one device.
     """
 
     max_logprobs: int
     logprobs_mode: LogprobsMode
     rows_per_group: int | None = None
+    sampling_mesh: Mesh | None = None
 
 
 class StepOutput(NamedTuple):
@@ -59,6 +64,7 @@ def make_step(
     That of a pipeline's last stage takes a fifth argument, [T, M], what the stage before gave.
     """
     bucket = layout.bucket
+    run_sampler = sample if options.sampling_mesh is None else partial(sample_sharded, options.sampling_mesh)
 
     def step(weights: Weights, kv_caches: KVCaches, state: RowState, vector: jax.Array, hidden: jax.Array | None = None):
         batch = layout.unpack(vector)
@@ -74,7 +80,7 @@ def make_step(
             stops = lax.dynamic_slice_in_dim(batch.query_start_loc, start + 1, size)
             logits = model.compute_logits(hidden[jnp.maximum(stops - 1, 0)])
             # The sampled token takes the position after the row's last token.
-            return sample(
+            return run_sampler(
                 logits,
                 gather(state.sampling, rows),
                 seq_lens,

@@ -14,6 +14,7 @@ import psutil
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, make_kv_cache_groups
 from jaxllm.core.output import SchedulerOutput
+from jaxllm.cuda import plugin_would_fail
 from jaxllm.models.registry import model_class
 from jaxllm.weights.dummy import dummy_params
 from jaxllm.weights.load import load_params
@@ -60,6 +61,8 @@ class Worker:
         Raises:
             ValueError: if there are fewer devices than the configuration asks for.
         """
+        if plugin_would_fail():
+            jax.config.update("jax_platforms", "cpu")
         enable_persistent_cache(self.config.compilation_cache_dir)
         stages, tensor = self.config.parallel.pipeline_parallel_size, self.config.parallel.tensor_parallel_size
         size = stages * tensor
