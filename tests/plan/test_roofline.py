@@ -10,10 +10,10 @@ from jaxllm.plan.known_models import KNOWN_MODELS
 from jaxllm.plan.roofline import Roofline
 from kernels_pallas.aot import TARGETS
 
-# Two layers of qkv 8x16, out 8x8, gate and up 8x32, down 16x8, and a head of 10x8.
+# Two layers of qkv 8x16, out 8x8, gate and up 8x32, down 16x8, and a head of 256x8, which two devices share without padding.
 TINY = {
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 10,
+    "vocab_size": 256,
     "hidden_size": 8,
     "intermediate_size": 16,
     "num_hidden_layers": 2,
@@ -23,6 +23,7 @@ TINY = {
     "rms_norm_eps": 1e-5,
 }
 LAYERS = 2 * (8 * 16 + 8 * 8 + 8 * 32 + 16 * 8)
+HEAD = 256 * 8
 # A byte a second, an operation a second.
 SLOW = dataclasses.replace(TARGETS["h200"], memory_bandwidth=1.0, bf16_flops=1.0, link_bandwidth=1.0)
 WIDE = dataclasses.replace(SLOW, bf16_flops=1e12)
@@ -44,16 +45,16 @@ def roofline(target=SLOW, devices: int = 1, hf=TINY, dtype: str = "bfloat16", **
 
 def test_what_a_step_reads_and_computes():
     r = roofline()
-    assert r.weight_bytes == 2 * (LAYERS + 80)  # not the embedding, of which a step reads a row a token
-    assert (r.layer_flops, r.head_flops) == (2 * LAYERS, 160)
+    assert r.weight_bytes == 2 * (LAYERS + HEAD)  # not the embedding, of which a step reads a row a token
+    assert (r.layer_flops, r.head_flops) == (2 * LAYERS, 2 * HEAD)
     assert r.kv_bytes == 2 * 2 * 2 * 2 * 2  # layers, K and V, heads, head size, bytes
     assert r.attention_flops == 2 * 4 * 4 * 2  # layers, two multiply-adds, heads, head size
 
 
 def test_devices_share_the_work():
     r = roofline(devices=2)
-    assert r.weight_bytes == LAYERS + 80
-    assert (r.layer_flops, r.head_flops, r.kv_bytes) == (LAYERS, 80, 16)
+    assert r.weight_bytes == LAYERS + HEAD
+    assert (r.layer_flops, r.head_flops, r.kv_bytes) == (LAYERS, HEAD, 16)
     # Two sums a layer: of 8 values of 2 bytes, half of them out and half back.
     assert r._exchange(3) == 2 * 2 * 3 * 16
 
@@ -68,16 +69,16 @@ def test_tied_embeddings_are_the_head():
 
 def test_decode_is_bound_by_bytes_or_by_operations():
     # Three rows with 10 tokens each: the weights once, and 30 tokens of cache.
-    assert roofline(WIDE).decode_seconds(3, 10) == pytest.approx(2 * (LAYERS + 80) + 30 * 32)
-    assert roofline(QUICK).decode_seconds(3, 10) == pytest.approx(3 * (2 * LAYERS + 160) + 30 * 64)
+    assert roofline(WIDE).decode_seconds(3, 10) == pytest.approx(2 * (LAYERS + HEAD) + 30 * 32)
+    assert roofline(QUICK).decode_seconds(3, 10) == pytest.approx(3 * (2 * LAYERS + 2 * HEAD) + 30 * 64)
 
 
 def test_a_window_limits_what_is_read():
     r = roofline(WIDE, sliding_windows=(4, None))
-    assert r.decode_seconds(1, 10) == pytest.approx(2 * (LAYERS + 80) + (4 + 10) / 2 * 32)
+    assert r.decode_seconds(1, 10) == pytest.approx(2 * (LAYERS + HEAD) + (4 + 10) / 2 * 32)
     # Four queries see 1, 2, 2, 2 keys in one layer and 1, 2, 3, 4 in the other; each layer does 32 operations a pair.
     r = roofline(QUICK, sliding_windows=(2, None))
-    assert r.prefill_seconds(4) == pytest.approx(4 * 2 * LAYERS + 160 + (7 + 10) * 32)
+    assert r.prefill_seconds(4) == pytest.approx(4 * 2 * LAYERS + 2 * HEAD + (7 + 10) * 32)
 
 
 def test_saturation_is_where_both_bounds_meet():
