@@ -43,7 +43,7 @@ def make_plan(
     steps = {bucket: worker.program(bucket) for bucket in (buckets.mixed[-1], buckets.decode[-1])}
     num_devices = len(worker.devices)
     num_tokens = (kv_cache.num_blocks - 1) * config.cache.block_size // len(kv_cache.groups)
-    roofline = Roofline.of(config, worker.graph.specs, target)
+    roofline = Roofline.of(config, worker.specs, target)
     most_rows = min(config.scheduler.max_num_seqs, num_tokens // context)
     return {
         "model": config.model.model,

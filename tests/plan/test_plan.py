@@ -74,12 +74,6 @@ def test_mistakes(model: str, flags: list[str], message: str, capsys: pytest.Cap
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.aot
-def test_devices_that_cannot_share_the_heads(model: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["--model", model, "--tp", "3"]) == 2
-    assert "cannot be shared" in capsys.readouterr().err
-
-
 def test_without_the_plugin(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kernels_pallas.aot.compile._PLUGINS", ("no_such_plugin",))
     assert main(["--model", model]) == 2
