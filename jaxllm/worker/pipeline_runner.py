@@ -169,10 +169,14 @@ class PipelineRunner(ModelRunner):
         for stage in self.early:
             stage.block_tables = row_state.write_tables(stage.block_tables, new_rows)
 
+    def _needed_step(self, bucket: Bucket, fields: dict[str, np.ndarray]) -> int:
+        """The number of the step that sampled the newest token that a batch takes from the devices; 0 if it takes none."""
+        reading = fields["rows"][fields["last_token_index"] < bucket.num_tokens]
+        return int(self._sampled_in[reading].max(initial=0))
+
     def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput:
         fields = self.layout(bucket).fields(vector)
-        reading = fields["rows"][fields["last_token_index"] < bucket.num_tokens]
-        needed = self._sampled_in[reading].max(initial=0)
+        needed = self._needed_step(bucket, fields)
         # The oldest that will do: it is there, or will be soon, while a newer one may be of a step that has only begun.
         given = next((tokens for number, tokens in self._last_tokens if number >= needed))
         for index, early in enumerate(self.early):

@@ -10,6 +10,7 @@ import pytest
 from devices import need_devices
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.worker.pipeline_runner import PipelineRunner
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -104,12 +105,22 @@ def test_tensor_parallel(make_tiny, tensor):
     ("pipeline", "tensor", "asynchronous"),
     [slow(2, 1, True), slow(2, 1, False), (2, 2, True), slow(2, 2, False), slow(3, 1, True)],
 )
-def test_pipeline_parallel(make_tiny, pipeline, tensor, asynchronous):
+def test_pipeline_parallel(make_tiny, monkeypatch, pipeline, tensor, asynchronous):
     need_devices(pipeline * tensor)
     expected = on_one_device(make_tiny)
+    steps_apart = []
+
+    def needed_step(runner: PipelineRunner, *args: Any, find: Any = PipelineRunner._needed_step) -> int:
+        needed = find(runner, *args)
+        steps_apart.append(runner._num_steps + 1 - needed)
+        return needed
+
+    monkeypatch.setattr(PipelineRunner, "_needed_step", needed_step)
     llm = make_tiny(pipeline_parallel_size=pipeline, tensor_parallel_size=tensor, async_scheduling=asynchronous)
     check_same(run(llm), expected)
     assert num_preemptions(llm) > 0
+    # Most steps start on tokens that have left the last stage: only at the beginning and at the end do stages wait.
+    assert sum(steps < pipeline for steps in steps_apart) < len(steps_apart) / 5, steps_apart
     llm.sleep(level=1)
     llm.wake_up()
     check_same(run(llm), expected)
