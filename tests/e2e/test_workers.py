@@ -30,10 +30,14 @@ def executor_of(llm: LLM) -> Any:
 
 
 @pytest.fixture(scope="module")
-def expected(make_tiny) -> list[list[int]]:
-    """From the engine in this process, with blocks enough and without surprises."""
-    llm = make_tiny(enable_prefix_caching=False, async_scheduling=False)
-    return generate(llm)
+def here(make_tiny) -> LLM:
+    """The engine in this process, with blocks enough and without surprises."""
+    return make_tiny(enable_prefix_caching=False, async_scheduling=False)
+
+
+@pytest.fixture(scope="module")
+def expected(here: LLM) -> list[list[int]]:
+    return generate(here)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +47,7 @@ def two(make_tiny) -> LLM:
 
 
 def test_one_worker(make_tiny, expected):
-    llm = make_tiny(distributed_executor_backend="mp", worker_hang_timeout=60.0, **FEW_BLOCKS)
+    llm = make_tiny(distributed_executor_backend="mp", worker_hang_timeout=60.0)
     assert generate(llm) == generate(llm) == expected
     assert llm.collective_rpc("num_compiles_after_warm_up") == [0]
     check_health(llm)
@@ -57,9 +61,8 @@ def test_two_workers(two: LLM, expected):
     check_health(two)
 
 
-def test_log_probabilities_of_a_prompt(two: LLM, make_tiny):
+def test_log_probabilities_of_a_prompt(here: LLM, two: LLM):
     """They are computed by all devices together, when the step is read."""
-    here = make_tiny(**FEW_BLOCKS)
     params = SamplingParams(max_tokens=4, prompt_logprobs=3, logprobs=3, ignore_eos=True, detokenize=False, temperature=0)
     (output,), (same,) = (llm.generate([PROMPTS[5]], params, use_tqdm=False) for llm in (here, two))
     assert output.outputs[0].token_ids == same.outputs[0].token_ids
