@@ -24,7 +24,7 @@ test: $(VENV)/.dev ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(VENV)/.dev ## run the tests that take minutes too
-	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not multi_gpu" $(ARGS)
 
 lint: $(VENV)/.dev ## check style and formatting
 	$(BIN)/ruff check .

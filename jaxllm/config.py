@@ -328,6 +328,7 @@ class SchedulerConfig:
         full_sequence_must_fit: admit a request only if all its known tokens fit in the free blocks, not just its first chunk.
         num_lookahead_tokens: slots allocated beyond the scheduled tokens, for drafts.
         async_scheduling: schedule and dispatch a step before the tokens of the one before it are on the host.
+        num_pipeline_stages: as pipeline_parallel_size in ParallelConfig.
     """
 
     max_num_seqs: int = 256
@@ -339,6 +340,7 @@ class SchedulerConfig:
     full_sequence_must_fit: bool = True
     num_lookahead_tokens: int = 0
     async_scheduling: bool = True
+    num_pipeline_stages: int = 1
 
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -347,6 +349,7 @@ class SchedulerConfig:
         check_choice("scheduling_policy", self.policy, SchedulingPolicy)
         check_at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         check_at_least("num_lookahead_tokens", self.num_lookahead_tokens, 0)
+        check_at_least("pipeline_parallel_size", self.num_pipeline_stages, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs {self.max_num_seqs}"
@@ -368,6 +371,7 @@ class ParallelConfig:
     """How many devices, and who drives them.
 
     Attributes:
+        pipeline_parallel_size: stages, each with some of the layers and with `tensor_parallel_size` devices.
         distributed_executor_backend: "uni", one process drives all devices; "mp", worker processes drive some each.
         devices_per_worker: under "mp".
         execute_model_timeout: seconds for a step under "mp", after which the workers count as hung.
@@ -378,6 +382,7 @@ class ParallelConfig:
     """
 
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     distributed_executor_backend: ExecutorBackend = "uni"
     devices_per_worker: int = 1
     execute_model_timeout: float = 300.0
@@ -389,7 +394,14 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         check_choice("distributed_executor_backend", self.distributed_executor_backend, ExecutorBackend)
+        if self.pipeline_parallel_size > 1 and self.distributed_executor_backend != "uni":
+            # A process of several that are one jax cannot start a program on devices that are all another's.
+            raise ValueError(
+                f"pipeline_parallel_size {self.pipeline_parallel_size} needs distributed_executor_backend 'uni', "
+                f"got {self.distributed_executor_backend!r}: one process starts the steps of all stages"
+            )
         check_at_least("devices_per_worker", self.devices_per_worker, 1)
         for name in ("execute_model_timeout", "worker_hang_timeout"):
             if not getattr(self, name) > 0:
@@ -402,7 +414,6 @@ class ParallelConfig:
             raise ValueError(
                 f"devices_per_worker {self.devices_per_worker} does not divide tensor_parallel_size {self.tensor_parallel_size}"
             )
-
         check_at_least("nnodes", self.nnodes, 1)
         check_at_least("node_rank", self.node_rank, 0)
         check_at_least("master_port", self.master_port, 1)
@@ -458,6 +469,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_at_least("stream_interval", self.stream_interval, 1)
+        num_stages, num_layers = self.parallel.pipeline_parallel_size, self.model.decoder.num_layers
+        if num_stages > num_layers:
+            raise ValueError(f"pipeline_parallel_size {num_stages} is greater than the model's {num_layers} layers")
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)

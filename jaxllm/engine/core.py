@@ -51,7 +51,8 @@ class EngineCore:
         self.queued_aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         # Steps that were started and not read yet, the oldest first, with the seconds that scheduling them took.
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
-        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+        # One for each stage of the pipeline; and one that waits for the first stage, so that it never waits for the host.
+        self._max_in_flight = config.parallel.pipeline_parallel_size + config.scheduler.async_scheduling
         self._undelivered: dict[int, EngineCoreOutputs] = {}
         # While it drains before a pause: what is to be done at the end, and the requests that came since.
         self._drain_actions: list[tuple[Callable[[], None], Future[None]]] = []

@@ -107,6 +107,8 @@ class EngineArgs:
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits in the free blocks.
         async_scheduling: dispatch a step before the tokens of the one before it are on the host.
         tensor_parallel_size: devices that share each layer.
+        pipeline_parallel_size: stages that share out the layers, each on tensor_parallel_size devices.
+        enable_expert_parallel: share out the experts of a mixture-of-experts model; refused for a model without experts.
         distributed_executor_backend: "uni", one process drives all devices; "mp", worker processes drive some each. By default
             uni on one machine, mp on several.
         devices_per_worker: devices that each worker process drives, under "mp".
@@ -156,6 +158,8 @@ class EngineArgs:
     scheduler_reserve_full_isl: bool = True
     async_scheduling: bool = True
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     distributed_executor_backend: str | None = None
     devices_per_worker: int = 1
     execute_model_timeout: float = 300.0
@@ -201,6 +205,8 @@ class EngineArgs:
         needs_weights = self.load_format != "dummy"
         source = resolve_model(self.model, revision=self.revision, download_dir=self.download_dir, weights=needs_weights)
         model = self._model_config(source, platform)
+        if self.enable_expert_parallel:
+            raise ValueError(f"enable_expert_parallel needs a model with experts; {model.decoder.architecture} has none")
         tokens, seqs = default_batch_sizes(platform, usage)
         if self.max_num_seqs is not None:
             seqs = self.max_num_seqs
@@ -231,9 +237,11 @@ class EngineArgs:
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 full_sequence_must_fit=self.scheduler_reserve_full_isl,
                 async_scheduling=self.async_scheduling,
+                num_pipeline_stages=self.pipeline_parallel_size,
             ),
             parallel=ParallelConfig(
                 tensor_parallel_size=self.tensor_parallel_size,
+                pipeline_parallel_size=self.pipeline_parallel_size,
                 distributed_executor_backend=self._executor_backend(),  # type: ignore[arg-type]  # checked at birth
                 devices_per_worker=self.devices_per_worker,
                 execute_model_timeout=self.execute_model_timeout,

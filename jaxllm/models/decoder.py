@@ -85,7 +85,13 @@ def _run_layer(
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm, output head."""
+    """Embedding, layers, final norm, output head; or one stage of a pipeline: some of the layers, and what comes before the first
+    and after the last of them.
+
+    Attributes:
+        embed: of the first stage, and of a last one whose output head is tied to it.
+        norm, lm_head: of the last stage.
+    """
 
     def __init__(
         self,
@@ -96,6 +102,7 @@ class Decoder(nnx.Module):
         num_stripes: int = 1,
         mesh: Mesh | None = None,
         attention_backend: str = "auto",
+        layers: range | None = None,
     ) -> None:
         """Parameters are zeros (scales ones): see `jaxllm.models.graph` for how weights get in.
 
@@ -104,14 +111,21 @@ class Decoder(nnx.Module):
             num_stripes: devices that share the heads; see `ParamSpec.num_stripes`.
             mesh: the devices, from `sharding.mesh.make_mesh(tensor=num_stripes)`; None for one device.
             attention_backend: `implementation` of `paged_attention`.
+            layers: of this stage; None for all.
 
         Raises:
             ValueError: if `num_stripes` is below 1, or `kv_groups` does not fit.
         """
-        if len(kv_groups) != config.num_layers:
-            raise ValueError(f"kv_groups has {len(kv_groups)} entries for {config.num_layers} layers")
+        layers = range(config.num_layers) if layers is None else layers
+        if len(kv_groups) != len(layers):
+            raise ValueError(f"kv_groups has {len(kv_groups)} entries for {len(layers)} layers")
+        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         shares = decoder_params.Shares.of(config, num_stripes)
-        self.embed = Embedding(shares.vocab_size, config.hidden_size, dtype=dtype)
+
+        def table() -> Embedding:
+            return Embedding(shares.vocab_size, config.hidden_size, dtype=dtype)
+
+        self.embed = table() if self.is_first or (self.is_last and config.tie_word_embeddings) else None
         self.layers = nnx.List(
             DecoderLayer(
                 config,
@@ -123,25 +137,28 @@ class Decoder(nnx.Module):
                 mesh=mesh,
                 attention_backend=attention_backend,
             )
-            for window, (group, _) in zip(config.sliding_windows, kv_groups, strict=True)
+            for window, (group, _) in zip(config.sliding_windows[layers.start : layers.stop], kv_groups, strict=True)
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.lm_head = None if config.tie_word_embeddings else Embedding(shares.vocab_size, config.hidden_size, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype) if self.is_last else None
+        self.lm_head = table() if self.is_last and not config.tie_word_embeddings else None
         self.config = config
         self.array_of_layer = tuple(array for _, array in kv_groups)
 
     def __call__(
-        self, token_ids: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+        self, inputs: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """token_ids int32 [T], kv_caches of [N, 2, K, B, D] -> (hidden [T, M] after the final norm, kv_caches)."""
+        """Token ids int32 [T], or what the stage before gave, and kv_caches of [N, 2, K, B, D] -> (hidden [T, M], kv_caches).
+
+        What the last stage gives is after the final norm.
+        """
         caches = list(kv_caches)
         inv_freq, factor = rope_frequencies(self.config.rope, self.config.head_dim, self.config.max_position_embeddings)
         cos, sin = rope_cos_sin(metadata.positions, inv_freq, factor)
-        x = self.embed(token_ids)
+        x = self.embed(inputs) if self.is_first else inputs
         for layer, array in zip(self.layers, self.array_of_layer, strict=True):
             graphdef, state = nnx.split(layer)
             x, caches[array] = _run_layer(graphdef, state, x, caches[array], metadata, cos, sin)
-        return self.norm(x), tuple(caches)
+        return x if self.norm is None else self.norm(x), tuple(caches)
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [R, M] -> float32 [R, V]; V with the padding of `padded_vocab_size`, whose logits are -inf."""
@@ -151,9 +168,13 @@ class Decoder(nnx.Module):
         return jnp.where(jnp.arange(logits.shape[1]) < self.config.vocab_size, logits, -jnp.inf)
 
     @staticmethod
-    def param_specs(config: DecoderConfig, dtype: str, num_stripes: int = 1) -> list[ParamSpec]:
-        """Every parameter and the checkpoint tensors that it is made of."""
-        return decoder_params.param_specs(config, dtype, num_stripes)
+    def param_specs(config: DecoderConfig, dtype: str, num_stripes: int = 1, layers: range | None = None) -> list[ParamSpec]:
+        """Every parameter and the checkpoint tensors that it is made of.
+
+        Args:
+            layers: of a stage, whose parameters alone are given; their paths count the layers of the whole model.
+        """
+        return decoder_params.param_specs(config, dtype, num_stripes, layers)
 
     @staticmethod
     def padded_vocab_size(config: DecoderConfig, num_stripes: int = 1) -> int:

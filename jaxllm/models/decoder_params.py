@@ -74,7 +74,11 @@ def kv_cache_specs(config: DecoderConfig, block_size: int, dtype: str, num_strip
     return [KVCacheSpec(block_size, num_kv_heads, config.head_dim, ITEMSIZE[dtype], window) for window in config.sliding_windows]
 
 
-def param_specs(config: DecoderConfig, dtype: str, num_stripes: int) -> list[ParamSpec]:
+# The table of a last stage whose output head is tied to the first stage's embedding: there are two, and a path is of one.
+TIED_TABLE = "tied_embed.table"
+
+
+def param_specs(config: DecoderConfig, dtype: str, num_stripes: int, layers: range | None = None) -> list[ParamSpec]:
     shares = Shares.of(config, num_stripes)
     hidden, vocab = config.hidden_size, config.vocab_size
 
@@ -85,8 +89,10 @@ def param_specs(config: DecoderConfig, dtype: str, num_stripes: int) -> list[Par
         part = Part(name, (vocab, hidden), padding=shares.vocab_size - vocab)
         return ParamSpec(path, (shares.vocab_size, hidden), dtype, ("vocab", None), (part,))
 
-    specs = [table("embed.table", "model.embed_tokens.weight")]
-    for layer in range(config.num_layers):
+    layers = range(config.num_layers) if layers is None else layers
+    is_first, is_last = layers.start == 0, layers.stop == config.num_layers
+    specs = [table("embed.table", "model.embed_tokens.weight")] if is_first else []
+    for layer in layers:
         path, name = f"layers.{layer}", f"model.layers.{layer}"
         specs.append(vector(f"{path}.attention_norm.scale", hidden, f"{name}.input_layernorm.weight"))
         specs += _attention(config, shares, dtype, num_stripes, f"{path}.attention", f"{name}.self_attn")
@@ -95,9 +101,12 @@ def param_specs(config: DecoderConfig, dtype: str, num_stripes: int) -> list[Par
             specs.append(vector(f"{path}.attention.k_norm.scale", config.head_dim, f"{name}.self_attn.k_norm.weight"))
         specs.append(vector(f"{path}.mlp_norm.scale", hidden, f"{name}.post_attention_layernorm.weight"))
         specs += _mlp(config, shares, dtype, num_stripes, f"{path}.mlp", f"{name}.mlp")
-    specs.append(vector("norm.scale", hidden, "model.norm.weight"))
-    if not config.tie_word_embeddings:
-        specs.append(table("lm_head.table", "lm_head.weight"))
+    if is_last:
+        specs.append(vector("norm.scale", hidden, "model.norm.weight"))
+        if not config.tie_word_embeddings:
+            specs.append(table("lm_head.table", "lm_head.weight"))
+        elif not is_first:
+            specs.append(table(TIED_TABLE, "model.embed_tokens.weight"))
     return specs
 
 

@@ -105,6 +105,7 @@ class ModelRunner:
         self.vocab_size = graph.vocab_size
         self.max_blocks = max_blocks_per_request(config.model.max_model_len, config.cache.block_size)
         self.num_groups = len(kv_cache_config.groups)
+        self.num_arrays = kv_cache_config.num_arrays
         self.replicated = sharding_of(mesh, ())
         self.kv_sharding = sharding_of(mesh, KV_CACHE_AXES)
         max_logprobs = config.model.max_logprobs if config.model.max_logprobs != -1 else config.model.decoder.vocab_size
@@ -152,9 +153,13 @@ class ModelRunner:
         out_shardings = (self.kv_sharding, self.replicated, self.replicated)
         step = jax.jit(function, donate_argnums=(1, 2), out_shardings=out_shardings)
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights]
-        caches = abstract_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding)
+        caches = abstract_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding, self.num_arrays)
         batch = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self.replicated)
         return step.lower(tuple(weights), caches, self.abstract_state(), batch)
+
+    def step_bytes(self, bucket: Bucket) -> int:
+        """Bytes of a device that temporaries and results of a bucket's step take, as the compiler counts them."""
+        return program_bytes(self.compile(bucket))
 
     def compile_all(self, progress: bool) -> None:
         """Compile every bucket, the largest first."""
@@ -163,7 +168,7 @@ class ModelRunner:
 
     def allocate(self) -> None:
         """Allocate the device blocks and rows."""
-        self.kv_caches = allocate_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding)
+        self.kv_caches = allocate_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding, self.num_arrays)
         self.state = row_state.init_row_state(
             self.max_num_seqs, self.num_groups, self.max_blocks, self.vocab_size, self.replicated
         )
@@ -210,9 +215,17 @@ class ModelRunner:
             self.prompt_logprobs,
         )
 
+    def device_arrays(self) -> list[jax.Array]:
+        """Blocks and rows."""
+        return jax.tree.leaves((self.kv_caches, self.state))
+
+    def set_weights(self, weights: Weights) -> None:
+        """Run with these weights from now on, in the order of the specs of all stages; none while they are away."""
+        self.weights = weights
+
     def drop_requests(self) -> None:
         """Forget all requests and free the device blocks and rows, until `allocate`."""
-        for array in jax.tree.leaves((self.kv_caches, self.state)):
+        for array in self.device_arrays():
             array.delete()
         self.kv_caches, self.state = (), None
         self._forget_requests()
@@ -239,4 +252,13 @@ class ModelRunner:
             sampling = pack_row(request.sampling_params, request.token_ids, request.num_prompt_tokens, self.vocab_size, seed)
             new_rows[row] = NewRow(self.batch.block_table(request), sampling)
         if new_rows:
-            self.state = row_state.write_rows(self.state, new_rows)
+            self._write_rows(new_rows)
+
+    def _write_rows(self, new_rows: dict[int, NewRow]) -> None:
+        self.state = row_state.write_rows(self.state, new_rows)
+
+
+def program_bytes(program: jax.stages.Compiled) -> int:
+    """Bytes of temporaries and results, without what is updated in place."""
+    analysis = program.memory_analysis()
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes

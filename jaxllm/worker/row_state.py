@@ -70,12 +70,17 @@ def _write_chunk(block_tables: jax.Array, tables: list[tuple[int, np.ndarray]]) 
     return _write_tables(block_tables, rows, values)
 
 
+def write_tables(block_tables: jax.Array, rows: Mapping[int, NewRow]) -> jax.Array:
+    """Write the block tables of new requests; `block_tables` is donated. With no rows it writes nothing, and compiles."""
+    tables = [(row, new.block_table) for row, new in rows.items()]
+    for start in range(0, max(len(tables), 1), ROWS_PER_WRITE):
+        block_tables = _write_chunk(block_tables, tables[start : start + ROWS_PER_WRITE])
+    return block_tables
+
+
 def write_rows(state: RowState, rows: Mapping[int, NewRow]) -> RowState:
     """Write the rows of new requests; `state` is donated. Compiles nothing after `warm_up`."""
-    tables = [(row, new.block_table) for row, new in rows.items()]
-    block_tables = state.block_tables
-    for start in range(0, len(tables), ROWS_PER_WRITE):
-        block_tables = _write_chunk(block_tables, tables[start : start + ROWS_PER_WRITE])
+    block_tables = write_tables(state.block_tables, rows)
     sampling = sampling_state.write_rows(state.sampling, {row: new.sampling for row, new in rows.items()})
     return dataclasses.replace(state, block_tables=block_tables, sampling=sampling)
 
@@ -83,4 +88,4 @@ def write_rows(state: RowState, rows: Mapping[int, NewRow]) -> RowState:
 def warm_up(state: RowState) -> RowState:
     """Compile all that `write_rows` may need. Changes nothing, but donates the state."""
     sampling = sampling_state.warm_up(state.sampling)
-    return dataclasses.replace(state, block_tables=_write_chunk(state.block_tables, []), sampling=sampling)
+    return dataclasses.replace(state, block_tables=write_tables(state.block_tables, {}), sampling=sampling)

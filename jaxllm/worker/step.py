@@ -2,7 +2,7 @@
 
     step(weights, kv_caches, state, batch) -> (kv_caches, state, output)
 
-`kv_caches` and `state` are donated and updated in place.
+`kv_caches` and `state` are donated and updated in place. The stages of a pipeline: worker/pipeline_step.py.
 """
 
 from collections.abc import Callable
@@ -54,16 +54,18 @@ class StepOutput(NamedTuple):
 def make_step(
     graph: ModelGraph, layout: BatchLayout, options: StepOptions
 ) -> Callable[[Weights, KVCaches, RowState, jax.Array], tuple[KVCaches, RowState, StepOutput]]:
-    """The step function of one bucket, to be jitted with `kv_caches` and `state` donated."""
+    """The step function of one bucket, to be jitted with `kv_caches` and `state` donated.
+
+    That of a pipeline's last stage takes a fifth argument, [T, M], what the stage before gave.
+    """
     bucket = layout.bucket
 
-    def step(weights: Weights, kv_caches: KVCaches, state: RowState, vector: jax.Array):
+    def step(weights: Weights, kv_caches: KVCaches, state: RowState, vector: jax.Array, hidden: jax.Array | None = None):
         batch = layout.unpack(vector)
         model = graph.bind(weights)
-        block_tables = _write_table(state.block_tables, batch)
-        last_tokens = state.last_tokens[jnp.minimum(batch.rows, layout.max_num_rows - 1)]
-        token_ids = batch.token_ids.at[batch.last_token_index].set(last_tokens, mode="drop")
-        hidden, kv_caches = model(token_ids, kv_caches, layout.attention_metadata(batch, block_tables))
+        block_tables = write_table(state.block_tables, batch)
+        inputs = input_tokens(state.last_tokens, batch) if hidden is None else hidden
+        hidden, kv_caches = model(inputs, kv_caches, layout.attention_metadata(batch, block_tables))
 
         def sample_rows(start: jax.Array | int, size: int) -> SamplerOutput:
             """Sample for batch rows `start` to `start + size`."""
@@ -95,7 +97,18 @@ def make_step(
     return step
 
 
-def _write_table(block_tables: jax.Array, batch: Batch) -> jax.Array:
+def input_tokens(last_tokens: jax.Array, batch: Batch) -> jax.Array:
+    """int32 [T]: those of the batch, and where only the devices know them, those that the rows sampled last.
+
+    Args:
+        last_tokens: int32 [S], of every request row.
+    """
+    last = last_tokens[jnp.minimum(batch.rows, last_tokens.shape[0] - 1)]
+    return batch.token_ids.at[batch.last_token_index].set(last, mode="drop")
+
+
+def write_table(block_tables: jax.Array, batch: Batch) -> jax.Array:
+    """int32 [G, S, P] with the blocks that the batch's requests got."""
     flat = block_tables.reshape(-1).at[batch.table_index].set(batch.table_block, mode="drop")
     return flat.reshape(block_tables.shape)
 

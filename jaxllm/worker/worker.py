@@ -4,6 +4,7 @@ The order matters: init_device → load_model → determine_available_memory →
 """
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -13,7 +14,6 @@ import psutil
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, make_kv_cache_groups
 from jaxllm.core.output import SchedulerOutput
-from jaxllm.models.graph import build_model_graph
 from jaxllm.models.registry import model_class
 from jaxllm.weights.dummy import dummy_params
 from jaxllm.weights.load import load_params
@@ -22,9 +22,11 @@ from jaxllm.worker.buckets import Buckets
 from jaxllm.worker.compile_cache import CompileCounter, enable_persistent_cache
 from jaxllm.worker.kv_cache import check_num_blocks, num_blocks_in, total_bytes
 from jaxllm.worker.model_runner import ModelRunner, StepInFlight
+from jaxllm.worker.pipeline_runner import PipelineRunner
 from jaxllm.worker.place import WorkerPlace
 from jaxllm.worker.processes import Pieces, from_host, join_processes, to_host
 from jaxllm.worker.row_state import state_bytes
+from jaxllm.worker.stages import make_stages
 from jaxllm.worker.step import Weights
 from sharding.mesh import make_mesh
 from sharding.rules import sharding_of
@@ -59,12 +61,14 @@ class Worker:
             ValueError: if there are fewer devices than the configuration asks for.
         """
         enable_persistent_cache(self.config.compilation_cache_dir)
-        size = self.config.parallel.tensor_parallel_size
+        stages, tensor = self.config.parallel.pipeline_parallel_size, self.config.parallel.tensor_parallel_size
+        size = stages * tensor
         devices = jax.local_devices() if self.place is None else join_processes(self.place)
         if len(devices) < size:
-            raise ValueError(f"tensor_parallel_size {size} needs {size} devices, found {len(devices)}: {devices}")
+            what = f"tensor_parallel_size {tensor}" + (f" with pipeline_parallel_size {stages}" if stages > 1 else "")
+            raise ValueError(f"{what} needs {size} devices, found {len(devices)}: {devices}")
         self.devices = devices[:size]
-        self.mesh = make_mesh(self.devices, tensor=size)
+        self.mesh = make_mesh(self.devices, pipeline=stages, tensor=tensor)
         self.compile_counter = CompileCounter()
 
     def load_model(self) -> None:
@@ -78,21 +82,15 @@ class Worker:
             model.decoder, self.config.cache.block_size, model.dtype, stripes
         )
         self.kv_cache_config = KVCacheConfig(num_blocks=2, groups=make_kv_cache_groups(specs))
-        self.graph = build_model_graph(
-            model.decoder,
-            model.dtype,
-            kv_groups=self.kv_cache_config.array_of_layer(),
-            num_stripes=stripes,
-            mesh=self.mesh if stripes > 1 else None,
-            attention_backend=self.config.attention_backend,
-        )
-        self.shardings = {spec.path: sharding_of(self.mesh, spec.axes) for spec in self.graph.specs}
+        self.stages = make_stages(model, self.kv_cache_config, self.mesh, self.config.attention_backend)
+        self.specs = [spec for stage in self.stages for spec in stage.graph.specs]
+        self.shardings = {spec.path: sharding_of(stage.mesh, spec.axes) for stage in self.stages for spec in stage.graph.specs}
         self.weights = self._load_weights()
 
     def _load_weights(self) -> tuple[jax.Array, ...]:
         """In the order of the specs."""
         params = self._load_params(self.shardings)
-        return tuple(params[spec.path] for spec in self.graph.specs)
+        return tuple(params[spec.path] for spec in self.specs)
 
     @property
     def _shows_progress(self) -> bool:
@@ -101,12 +99,12 @@ class Worker:
     def _load_params(self, shardings: dict[str, jax.sharding.NamedSharding]) -> dict[str, jax.Array]:
         model = self.config.model
         if model.load_format == "dummy":
-            return dummy_params(self.graph.specs, seed=model.seed, shardings=shardings)
+            return dummy_params(self.specs, seed=model.seed, shardings=shardings)
         source = resolve_model(model.path)
         if model.load_format not in ("auto", source.kind):
             raise ValueError(f"load_format is {model.load_format!r}, but {source.path} holds {source.kind}")
         ignore = model_class(model.decoder.architecture).ignored_tensors(model.decoder)
-        return load_params(source, self.graph.specs, shardings=shardings, ignore=ignore, progress=self._shows_progress)
+        return load_params(source, self.specs, shardings=shardings, ignore=ignore, progress=self._shows_progress)
 
     def determine_available_memory(self) -> KVCacheConfig:
         """Decide how many blocks there are, from what weights, rows and the largest compiled step leave.
@@ -119,39 +117,41 @@ class Worker:
             ValueError: if the blocks that fit do not hold one request of max_model_len tokens.
         """
         model, cache = self.config.model, self.config.cache
-        platform, scheduler = self.devices[0].platform, self.config.scheduler
+        scheduler, platform, runner_with = self.config.scheduler, self.devices[0].platform, self._make_runner
         if cache.num_gpu_blocks_override is not None:
             num_blocks = cache.num_gpu_blocks_override
             check_num_blocks(num_blocks, self.kv_cache_config, model.max_model_len, f"num_gpu_blocks_override is {num_blocks}")
-            self.runner = self._runner_with(num_blocks)
+            self.runner = runner_with(num_blocks)
         elif cache.kv_cache_memory_bytes is not None:
-            self.runner = self._runner_with(self._num_blocks(cache.kv_cache_memory_bytes))
+            self.runner = runner_with(self._num_blocks(cache.kv_cache_memory_bytes))
         else:
-            budget = self._memory_budget() - total_bytes(self.weights) - state_bytes(self._runner_with(2).abstract_state())
-            logits = 4 * model.decoder.vocab_size * scheduler.max_num_seqs // len(self.devices)
+            budget = self._memory_budget() - self._weight_bytes() - state_bytes(runner_with(2).abstract_state())
+            logits = 4 * model.decoder.vocab_size * scheduler.max_num_seqs // self.mesh.shape["tensor"]
             cap = CPU_KV_CACHE_BYTES if platform == "cpu" else budget
-            self.runner = self._runner_with(self._num_blocks(min(budget - logits, cap)))
+            self.runner = runner_with(self._num_blocks(min(budget - logits, cap)))
             fits = self._num_blocks(budget - self._largest_step_bytes())
             if fits < self.runner.kv_cache_config.num_blocks:
-                self.runner = self._runner_with(fits)
+                self.runner = runner_with(fits)
         self.kv_cache_config = self.runner.kv_cache_config
         self._log_memory()
         return self.kv_cache_config
 
-    def _runner_with(self, num_blocks: int) -> ModelRunner:
+    def _make_runner(self, num_blocks: int) -> ModelRunner:
         platform, scheduler = self.devices[0].platform, self.config.scheduler
-        least_tokens = 2 if platform == "cpu" and self.config.model.dtype != "float32" else 1
         buckets = Buckets(
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
-            least_tokens,
+            2 if platform == "cpu" and self.config.model.dtype != "float32" else 1,
             self.config.cudagraph_capture_sizes,
             self.config.compile_sizes,
         )
         config = dataclasses.replace(self.kv_cache_config, num_blocks=num_blocks)
         rows_per_group = CPU_ROWS_PER_GROUP if platform == "cpu" else None
+        if len(self.stages) > 1:
+            return PipelineRunner(self.config, self.stages, self.weights, config, buckets, rows_per_group, self.compile_counter)
+        (stage,) = self.stages
         return ModelRunner(
-            self.config, self.mesh, self.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
+            self.config, self.mesh, stage.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
         )
 
     def init_kv_cache(self, num_blocks: int | None = None) -> None:
@@ -161,7 +161,7 @@ class Worker:
             num_blocks: how many, if another worker has less memory than this one.
         """
         if num_blocks is not None and num_blocks != self.kv_cache_config.num_blocks:
-            self.runner = self._runner_with(num_blocks)
+            self.runner = self._make_runner(num_blocks)
             self.kv_cache_config = self.runner.kv_cache_config
         self.runner.allocate()
 
@@ -196,7 +196,8 @@ class Worker:
             if level == 1:
                 self._host_weights.append(to_host(weight))
             weight.delete()
-        self.weights = self.runner.weights = ()
+        self.weights = ()
+        self.runner.set_weights(())
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Undo `sleep`.
@@ -208,11 +209,11 @@ class Worker:
         if "weights" in tags and not self.weights:
             if self._host_weights:
                 host_weights, self._host_weights = self._host_weights, []
-                places = [(spec.shape, self.shardings[spec.path]) for spec in self.graph.specs]
+                places = [(spec.shape, self.shardings[spec.path]) for spec in self.specs]
                 self.weights = tuple(from_host(pieces, *place) for pieces, place in zip(host_weights, places, strict=True))
             else:
                 self.weights = self._load_weights()
-            self.runner.weights = self.weights
+            self.runner.set_weights(self.weights)
         if "kv_cache" in tags and not self.runner.kv_caches:
             self.runner.allocate()
         jax.block_until_ready((self.weights, self.runner.kv_caches))
@@ -221,7 +222,7 @@ class Worker:
 
     def device_bytes(self) -> int:
         """Bytes that weights, KV cache and request rows take, over all devices."""
-        arrays = jax.tree.leaves((self.weights, self.runner.kv_caches, self.runner.state))
+        arrays = [*self.weights, *self.runner.device_arrays()]
         return sum(shard.data.nbytes for array in arrays if not array.is_deleted() for shard in array.addressable_shards)
 
     def check_health(self) -> None:
@@ -247,18 +248,24 @@ class Worker:
         return int(share * psutil.virtual_memory().total / len(self.devices))
 
     def _num_blocks(self, budget: int) -> int:
-        return num_blocks_in(budget, self.kv_cache_config, len(self.devices), self.config.model.max_model_len)
+        # Every stage has the same number of blocks, so the one with the most layers decides.
+        num_arrays = max(stage.num_arrays for stage in self.stages)
+        max_model_len = self.config.model.max_model_len
+        return num_blocks_in(budget, self.kv_cache_config, self.mesh.shape["tensor"], max_model_len, num_arrays)
 
     def _largest_step_bytes(self) -> int:
-        """Temporaries and results of the largest program, as the compiler counts them."""
-        analysis = self.runner.compile(next(iter(self.runner.buckets))).memory_analysis()
-        return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        return self.runner.step_bytes(next(iter(self.runner.buckets)))
+
+    def _weight_bytes(self) -> int:
+        """Bytes of weights on a device of the stage that has the most."""
+        weights = iter(self.weights)
+        return max(total_bytes(list(itertools.islice(weights, len(stage.graph.specs)))) for stage in self.stages)
 
     def _log_memory(self) -> None:
         config = self.kv_cache_config
         logger.info(
             "weights %.0f MiB, KV cache %.0f MiB a device: %d blocks, %d tokens",
-            total_bytes(self.weights) / 2**20,
+            self._weight_bytes() / 2**20,
             config.num_blocks * config.block_bytes / len(self.devices) / 2**20,
             config.num_blocks - 1,
             (config.num_blocks - 1) * self.config.cache.block_size // len(config.groups),

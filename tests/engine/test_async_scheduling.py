@@ -92,15 +92,17 @@ def requests(draw: st.DrawFn) -> Asked:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     asked=st.lists(requests(), min_size=1, max_size=10),
     num_blocks=st.sampled_from([17, 20, 129]),
     policy=st.sampled_from(["fcfs", "priority"]),
     prefix_caching=st.booleans(),
     budget=st.sampled_from([8, 16]),
+    num_stages=st.integers(2, 4),
+    asynchronous=st.booleans(),
 )
-def test_same_as_synchronous(asked, num_blocks, policy, prefix_caching, budget):
+def test_same_as_synchronous(asked, num_blocks, policy, prefix_caching, budget, num_stages, asynchronous):
     config = {
         "num_blocks": num_blocks,
         "policy": policy,
@@ -108,7 +110,10 @@ def test_same_as_synchronous(asked, num_blocks, policy, prefix_caching, budget):
         "max_num_batched_tokens": budget,
         "max_num_seqs": 6,
     }
-    assert answers(asked, **config, async_scheduling=True) == answers(asked, **config, async_scheduling=False)
+    expected = answers(asked, **config)
+    assert answers(asked, **config, async_scheduling=True) == expected
+    # As many steps in flight as a pipeline has stages, or one more.
+    assert answers(asked, **config, async_scheduling=asynchronous, num_stages=num_stages) == expected
 
 
 def test_the_next_step_starts_before_the_last_is_read():

@@ -163,7 +163,7 @@ def test_a_port_in_use():
 def test_configuration():
     assert EngineArgs(nnodes=2, tensor_parallel_size=4)._executor_backend() == "mp"
     assert EngineArgs()._executor_backend() == "uni"
-    assert ParallelConfig(8, "mp", devices_per_worker=2, nnodes=2).num_local_workers == 2
+    assert ParallelConfig(8, distributed_executor_backend="mp", devices_per_worker=2, nnodes=2).num_local_workers == 2
     for wrong, message in (
         ({"nnodes": 3}, "nnodes 3 must divide the number of workers, 4"),
         ({"nnodes": 2, "node_rank": 2}, "node_rank must be below nnodes 2, got 2"),

@@ -105,7 +105,7 @@ def test_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["--quantization", "awq"], "argument --quantization: not supported: weights are served as they are stored"),
         (["-q", "awq"], "argument --quantization"),
         (["--enable-lora"], "argument --enable-lora: not supported"),
-        (["-pp", "2"], "argument --pipeline-parallel-size"),
+        (["-dcp", "2"], "argument --decode-context-parallel-size"),
         (["--speculative-config", "{}"], "argument --speculative-config: not supported"),
     ],
 )

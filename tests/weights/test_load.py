@@ -56,9 +56,8 @@ def geometries(draw):
         rows = groups * (size * repeat + group_padding)
         padding = -rows % num_stripes + draw(st.integers(0, 2)) * num_stripes
         # Parts are joined along the last axis of the parameter, so they agree in the first.
-        shape, axis = (
-            ((groups * size,), 0) if ndim == 1 else ((groups * size, other), 0) if transpose else ((other, groups * size), 1)
-        )
+        axis = int(ndim == 2 and not transpose)
+        shape = (groups * size,) if ndim == 1 else (other, groups * size) if axis else (groups * size, other)
         parts.append(Part(f"t{i}", shape, repeat, size if repeat > 1 or group_padding else 1, group_padding, padding, axis))
     last = sum(part.expanded_shape[part.axis] for part in parts)
     shape = (last,) if ndim == 1 else (other, last)
@@ -107,7 +106,15 @@ def test_any_slice(geometry):
     for piece in pieces(spec, index):
         filled[piece.out] += 1
     np.testing.assert_array_equal(filled, (expected[index].T if spec.transpose else expected[index]) != 0)
-    np.testing.assert_array_equal(Layout.of(spec).assemble(tuple(tensors[part.name] for part in spec.parts)), expected)
+
+
+@given(geometries())
+@settings(max_examples=4, deadline=None)
+def test_on_the_devices(geometry):
+    spec, _ = geometry
+    tensors = {part.name: np.random.default_rng(0).random(part.shape, np.float32) for part in spec.parts}
+    found = Layout.of(spec).assemble(tuple(tensors[part.name] for part in spec.parts))
+    np.testing.assert_array_equal(found, plain_param(spec, tensors))
 
 
 def test_repeated_rows_of_a_matrix_that_is_not_transposed(tmp_path):
