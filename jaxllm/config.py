@@ -375,7 +375,10 @@ class ParallelConfig:
         distributed_executor_backend: "uni", one process drives all devices; "mp", worker processes drive some each.
         devices_per_worker: under "mp".
         execute_model_timeout: seconds for a step under "mp", after which the workers count as hung.
-        worker_hang_timeout: seconds without a heartbeat after which a worker process counts as hung.
+        worker_hang_timeout: seconds without a heartbeat after which a worker process, or another machine, counts as hung.
+        nnodes: machines that share the workers evenly, under "mp".
+        node_rank: which of them this is; the engine runs on 0.
+        master_addr, master_port: where the others find node 0, at three ports from this one on.
     """
 
     tensor_parallel_size: int = 1
@@ -384,6 +387,10 @@ class ParallelConfig:
     devices_per_worker: int = 1
     execute_model_timeout: float = 300.0
     worker_hang_timeout: float = 8.0
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
@@ -407,11 +414,27 @@ class ParallelConfig:
             raise ValueError(
                 f"devices_per_worker {self.devices_per_worker} does not divide tensor_parallel_size {self.tensor_parallel_size}"
             )
+        check_at_least("nnodes", self.nnodes, 1)
+        check_at_least("node_rank", self.node_rank, 0)
+        check_at_least("master_port", self.master_port, 1)
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank must be below nnodes {self.nnodes}, got {self.node_rank}")
+        if self.nnodes > 1 and self.distributed_executor_backend == "uni":
+            raise ValueError(f"nnodes {self.nnodes} needs distributed_executor_backend 'mp', got 'uni'")
+        if self.num_workers % self.nnodes:
+            raise ValueError(f"nnodes {self.nnodes} must divide the number of workers, {self.num_workers}")
+        if self.master_port > 65533:
+            raise ValueError(f"master_port must be at most 65533, got {self.master_port}: three ports are needed")
 
     @property
     def num_workers(self) -> int:
-        """Processes under "mp"."""
+        """Processes under "mp", on all machines."""
         return self.tensor_parallel_size // self.devices_per_worker
+
+    @property
+    def num_local_workers(self) -> int:
+        """Those of one machine."""
+        return self.num_workers // self.nnodes
 
 
 @dataclass(frozen=True)

@@ -109,10 +109,15 @@ class EngineArgs:
         tensor_parallel_size: devices that share each layer.
         pipeline_parallel_size: stages that share out the layers, each on tensor_parallel_size devices.
         enable_expert_parallel: share out the experts of a mixture-of-experts model; refused for a model without experts.
-        distributed_executor_backend: "uni", one process drives all devices; "mp", worker processes drive some each.
+        distributed_executor_backend: "uni", one process drives all devices; "mp", worker processes drive some each. By default
+            uni on one machine, mp on several.
         devices_per_worker: devices that each worker process drives, under "mp".
         execute_model_timeout: seconds for a step, after which worker processes count as hung.
-        worker_hang_timeout: seconds without a sign of life after which a worker process counts as hung.
+        worker_hang_timeout: seconds without a sign of life after which a worker process, or another machine, counts as hung.
+        nnodes: machines that share the devices evenly.
+        node_rank: which of them this is. The engine runs on 0; the same command on the others runs their workers only.
+        master_addr: where the others find node 0.
+        master_port: at which port, and the two after it.
         attention_backend: "auto" picks by device.
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
         compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
@@ -155,10 +160,14 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
-    distributed_executor_backend: str = "uni"
+    distributed_executor_backend: str | None = None
     devices_per_worker: int = 1
     execute_model_timeout: float = 300.0
     worker_hang_timeout: float = 8.0
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
     attention_backend: str = "auto"
     cudagraph_capture_sizes: Sequence[int] | None = None
     compile_sizes: Sequence[int] | None = None
@@ -233,10 +242,14 @@ class EngineArgs:
             parallel=ParallelConfig(
                 tensor_parallel_size=self.tensor_parallel_size,
                 pipeline_parallel_size=self.pipeline_parallel_size,
-                distributed_executor_backend=self.distributed_executor_backend,  # type: ignore[arg-type]  # checked at birth
+                distributed_executor_backend=self._executor_backend(),  # type: ignore[arg-type]  # checked at birth
                 devices_per_worker=self.devices_per_worker,
                 execute_model_timeout=self.execute_model_timeout,
                 worker_hang_timeout=self.worker_hang_timeout,
+                nnodes=self.nnodes,
+                node_rank=self.node_rank,
+                master_addr=self.master_addr,
+                master_port=self.master_port,
             ),
             attention_backend=self.attention_backend,
             cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),
@@ -295,6 +308,11 @@ class EngineArgs:
         if found.get("max_new_tokens") is not None:
             defaults["max_tokens"] = found["max_new_tokens"]
         return defaults
+
+    def _executor_backend(self) -> str:
+        if self.distributed_executor_backend is not None:
+            return self.distributed_executor_backend
+        return "uni" if self.nnodes == 1 else "mp"
 
     def _cache_dir(self) -> str | None:
         if self.compilation_cache_dir is not None:

@@ -18,10 +18,10 @@ from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig
 from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.executor.abstract import Executor, StepHandle
+from jaxllm.executor.nodes import NodesGroup, local_places
 from jaxllm.executor.wire import Kind, Message, WorkerFailure, decode_message, encode_message
 from jaxllm.executor.worker_group import WorkerGoneError, WorkerGroup
 from jaxllm.executor.worker_main import MakeWorker, make_worker
-from jaxllm.worker.place import WorkerPlace
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ HEALTH_TIMEOUT_S = 10.0
 # A worker that has lost another says so at about the time at which the other's end is seen.
 _BLAME_S = 1.0
 _LONGEST_WAIT_S = 60.0
-_FAREWELL = encode_message(Message(Kind.END, 0))
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,7 @@ class MultiProcExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._group: WorkerGroup | None = None
+        self._is_ready = False
         self._number = 0
         self._abandoned: set[int] = set()  # calls whose time was over
 
@@ -66,7 +66,7 @@ class MultiProcExecutor(Executor):
 
     @property
     def worker_pids(self) -> list[int]:
-        """In the order of their ranks."""
+        """Of this machine's, in the order of their ranks."""
         return self.group.pids
 
     def on_failure(self, callback: Callable[[Exception], None]) -> None:
@@ -76,9 +76,16 @@ class MultiProcExecutor(Executor):
 
     def initialize(self) -> KVCacheConfig:
         parallel = self.config.parallel
-        self._group = WorkerGroup(self.make_worker, self.config, self._places(), parallel.worker_hang_timeout)
+        if parallel.node_rank > 0:
+            raise ValueError(f"node_rank is {parallel.node_rank}: the engine runs on node 0, the other machines run workers only")
+        if parallel.nnodes > 1:
+            self._group = NodesGroup(self.make_worker, self.config)
+        else:
+            coordinator = f"127.0.0.1:{_free_port()}" if parallel.num_workers > 1 else ""
+            places = local_places(parallel, coordinator)
+            self._group = WorkerGroup(self.make_worker, self.config, places, parallel.worker_hang_timeout)
         # An executor that is forgotten ends its workers; so does the end of this process, however it comes.
-        weakref.finalize(self, self._group.end, _FAREWELL).atexit = False
+        weakref.finalize(self, self._group.end).atexit = False
         self._call_timed("devices", "init_device")
         self._call_timed("weights", "load_model")
         configs: list[KVCacheConfig] = self._call_timed("memory", "determine_available_memory")
@@ -86,14 +93,9 @@ class MultiProcExecutor(Executor):
         num_blocks = min(config.num_blocks for config in configs)
         self._call_timed("KV cache", "init_kv_cache", num_blocks)
         self._call_timed("compilation and warm-up", "compile_and_warm_up")
-        self.group.is_serving = True
+        self.group.start_serving()
+        self._is_ready = True
         return dataclasses.replace(configs[0], num_blocks=num_blocks)
-
-    def _places(self) -> list[WorkerPlace]:
-        parallel = self.config.parallel
-        num_workers = parallel.num_workers
-        coordinator = f"127.0.0.1:{_free_port()}" if num_workers > 1 else ""
-        return [WorkerPlace(rank, rank, num_workers, parallel.devices_per_worker, coordinator) for rank in range(num_workers)]
 
     def _call_timed(self, phase: str, method: str, *args: Any) -> list[Any]:
         start = time.perf_counter()
@@ -134,7 +136,7 @@ class MultiProcExecutor(Executor):
         """
         number = self._tell(Kind.CALL, (method, tuple(args), dict(kwargs or {})))
         try:
-            answers = self._wait(number, range(len(self.group.places)), timeout)
+            answers = self._wait(number, range(self.group.num_workers), timeout)
         except TimeoutError:
             self._abandoned.add(number)
             raise
@@ -179,7 +181,7 @@ class MultiProcExecutor(Executor):
         return [answers[worker] for worker in workers if worker in answers]
 
     def _raise_step_failure(self, worker: int, failure: WorkerFailure) -> None:
-        self.group.wait_for_death(_BLAME_S if len(self.group.places) > 1 else 0.0)
+        self.group.wait_for_death(_BLAME_S if self.group.num_workers > 1 else 0.0)
         raise RuntimeError(f"{self.group.name(worker)}: {failure}")
 
     def check_health(self) -> None:
@@ -192,7 +194,7 @@ class MultiProcExecutor(Executor):
     def shutdown(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            group.end(_FAREWELL)
+            group.end(at_once=not self._is_ready)
 
 
 def _free_port() -> int:

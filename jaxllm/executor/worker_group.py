@@ -6,11 +6,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.executor.child_process import ChildProcess
 from jaxllm.executor.shm_queue import Frames, PeerGoneError, QueueReader, QueueWriter, make_queue, wait_any
+from jaxllm.executor.wire import FAREWELL
 from jaxllm.executor.worker_main import MakeWorker, WorkerMain
 from jaxllm.worker.place import WorkerPlace
 
@@ -31,17 +33,16 @@ class WorkerGroup:
     Args:
         make_worker: called in each of the new processes.
         places: of the workers.
-        hang_timeout: seconds without a heartbeat after which a worker counts as hung, once `is_serving` is set.
+        hang_timeout: seconds without a heartbeat after which a worker counts as hung, after `start_serving`.
 
     Attributes:
-        is_serving: whether hung workers are looked for. Not during the start, where libraries are loaded that stop everything.
         failure: what happened to a worker; None while all is well.
-        on_failure: called once, from the watching thread.
+        on_failure: called once, from any thread.
     """
 
     def __init__(self, make_worker: MakeWorker, config: EngineConfig, places: list[WorkerPlace], hang_timeout: float) -> None:
         self.places = places
-        self.is_serving = False
+        self._is_serving = False
         self.failure: WorkerGoneError | None = None
         self.on_failure: Callable[[WorkerGoneError], None] = lambda error: None
         self._hang_timeout = hang_timeout
@@ -65,6 +66,14 @@ class WorkerGroup:
         self._watcher.start()
 
     @property
+    def num_workers(self) -> int:
+        return len(self.places)
+
+    def start_serving(self) -> None:
+        """Look for hung workers from now on. Not during the start, where libraries are loaded that stop everything."""
+        self._is_serving = True
+
+    @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
@@ -85,17 +94,20 @@ class WorkerGroup:
             raise self._note_ended(error.reader) from None
         except TimeoutError:
             slowest = max(range(len(self.places)), key=self._commands.lag)
-            raise self._note(slowest, f"has taken no commands for {timeout:.0f} s") from None
+            raise self.fail_of(slowest, f"has taken no commands for {timeout:.0f} s") from None
 
-    def hear(self, timeout: float) -> list[tuple[int, list[bytearray]]]:
+    def hear(self, timeout: float, fds: Iterable[int] = ()) -> list[tuple[int, list[Any]]]:
         """Wait for answers, and return those that are there, with the index of the worker. It may also return none.
+
+        Args:
+            fds: do not wait once one of these is readable.
 
         Raises:
             WorkerGoneError: if a worker has ended or hangs.
         """
         heard = self._take()
         if not heard:
-            ended = wait_any(self._answers, self.fds(), timeout)
+            ended = wait_any(self._answers, [*self.fds(), *fds], timeout)
             heard = self._take()
             if not heard:
                 for index, process in enumerate(self._processes):
@@ -104,7 +116,7 @@ class WorkerGroup:
                 self.check()
         return heard
 
-    def _take(self) -> list[tuple[int, list[bytearray]]]:
+    def _take(self) -> list[tuple[int, list[Any]]]:
         heard = []
         for index, reader in enumerate(self._answers):
             try:
@@ -129,8 +141,11 @@ class WorkerGroup:
         poll = select.poll()
         for fd in self.fds():
             poll.register(fd, select.POLLIN)
-        if ready := poll.poll(timeout * 1000):
-            raise self._note_ended(self.fds().index(ready[0][0]))
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if ready := poll.poll(50):
+                raise self._note_ended(self.fds().index(ready[0][0]))
+            self.check()
 
     def name(self, index: int) -> str:
         """Of a worker, for people."""
@@ -139,15 +154,24 @@ class WorkerGroup:
     def _note_ended(self, index: int | None) -> WorkerGoneError:
         assert index is not None
         how = self._processes[index].how_it_ended()
-        return self._note(index, how)
+        return self.fail_of(index, how)
 
-    def _note(self, index: int, what: str) -> WorkerGoneError:
+    def fail_of(self, index: int, what: str) -> WorkerGoneError:
+        """As `fail`, for what has happened to a worker of this machine."""
+        last_words = self._processes[index].last_words()
+        said = f"; its last words: {last_words}" if last_words else ""
+        return self.fail(f"{self.name(index)} {what}{said}")
+
+    def fail(self, why: str) -> WorkerGoneError:
+        """Note what has happened, if it is the first such thing. Returns what to raise."""
         with self._lock:
-            if self.failure is None:
-                last_words = self._processes[index].last_words()
-                said = f"; its last words: {last_words}" if last_words else ""
-                self.failure = WorkerGoneError(f"{self.name(index)} {what}{said}")
-            return WorkerGoneError(str(self.failure))
+            is_first = self.failure is None
+            if is_first:
+                self.failure = WorkerGoneError(why)
+        if is_first:
+            logger.error("%s", why)
+            self.on_failure(WorkerGoneError(why))
+        return WorkerGoneError(str(self.failure))
 
     def _watch(self) -> None:
         """The watching thread: until a worker ends or hangs, or the group ends."""
@@ -163,19 +187,17 @@ class WorkerGroup:
                 return
             for index, process in enumerate(self._processes):
                 beats = self._answers[index].beats
-                missed[index] = missed[index] + 1 if beats == seen[index] and self.is_serving else 0
+                missed[index] = missed[index] + 1 if beats == seen[index] and self._is_serving else 0
                 seen[index] = beats
                 if process.fileno() in ready:
                     self._note_ended(index)
                 elif missed[index] * WATCH_S >= self._hang_timeout:
-                    self._note(index, f"has not moved for {self._hang_timeout:g} s")
+                    self.fail_of(index, f"has not moved for {self._hang_timeout:g} s")
             if self.failure is not None:
-                logger.error("%s", self.failure)
-                self.on_failure(self.failure)
                 return
 
-    def end(self, farewell: Frames) -> None:
-        """End all workers: by asking them if all is well, else at once. May be called more than once."""
+    def end(self, at_once: bool = False) -> None:
+        """End all workers: by asking them, or `at_once`, as also after a failure. May be called more than once."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -184,9 +206,9 @@ class WorkerGroup:
             self._watcher.join()
         self._stopped.close()
         deadline = time.monotonic()
-        if self.failure is None:
+        if self.failure is None and not at_once:
             try:
-                self._commands.put(farewell, END_GRACE_S)
+                self._commands.put(FAREWELL, END_GRACE_S)
                 deadline += END_GRACE_S
             except (PeerGoneError, TimeoutError):
                 logger.warning("not all workers can be asked to end")

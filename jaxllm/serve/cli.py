@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, add_fields, engine_args_of, fields_of
+from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, add_fields, engine_args_of, fields_of, run_node
 from jaxllm.engine.engine_args import EngineArgs
 from jaxllm.engine.errors import EngineStartError
 from jaxllm.serve.args import ServeArgs
@@ -209,6 +209,8 @@ def main(argv: Sequence[str] | None = None, start: "Callable[[EngineArgs, Phases
     phases = Phases()
     sock = engine = None
     try:
+        if engine_args.node_rank > 0:
+            return run_node(engine_args, "server")
         from jaxllm.serve.server import bind
 
         sock = bind(serve_args)
