@@ -427,6 +427,11 @@ class ParallelConfig:
             raise ValueError(f"master_port must be at most 65533, got {self.master_port}: three ports are needed")
 
     @property
+    def num_devices(self) -> int:
+        """Of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def num_workers(self) -> int:
         """Processes under "mp", on all machines."""
         return self.tensor_parallel_size // self.devices_per_worker

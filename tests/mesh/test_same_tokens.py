@@ -164,8 +164,12 @@ def check_collectives(program: str, num_tokens: int, worker: Any, tensor: int) -
     assert shapes
     sums = [shape for shape, kind in shapes if kind == "all-reduce" and shape.endswith(f"[{num_tokens},{hidden_size}]")]
     assert len(sums) == 1 + 2 * num_layers, sums
+    vocab_size, num_rows = worker.runner.vocab_size, worker.config.scheduler.max_num_seqs
     for shape, kind in shapes:
         sizes = [int(size) for size in re.findall(r"\d+", shape.partition("[")[2])]
-        # What is gathered for a row: numbers of blocks of the vocabulary, or the tokens of 64 blocks of 32.
-        if sizes != [num_tokens, hidden_size]:
-            assert np.prod(sizes[1:], dtype=int) < worker.runner.vocab_size, (kind, shape)
+        if kind == "all-to-all":
+            # At most from shares of the vocabulary to shares of the rows.
+            assert np.prod(sizes, dtype=int) <= -(-num_rows // tensor) * vocab_size, shape
+        elif sizes != [num_tokens, hidden_size]:
+            # What is gathered for a row: numbers of blocks of the vocabulary, or the tokens of 64 blocks of 32.
+            assert np.prod(sizes[1:], dtype=int) < vocab_size, (kind, shape)
