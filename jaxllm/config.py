@@ -428,7 +428,6 @@ class ParallelConfig:
             raise ValueError(
                 f"devices_per_worker {self.devices_per_worker} does not divide tensor_parallel_size {self.tensor_parallel_size}"
             )
-
         check_at_least("nnodes", self.nnodes, 1)
         check_at_least("node_rank", self.node_rank, 0)
         check_at_least("master_port", self.master_port, 1)

@@ -53,6 +53,7 @@ class MultiProcExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._group: WorkerGroup | None = None
+        self._is_ready = False
         self._number = 0
         self._abandoned: set[int] = set()  # calls whose time was over
 
@@ -93,6 +94,7 @@ class MultiProcExecutor(Executor):
         self._call_timed("KV cache", "init_kv_cache", num_blocks)
         self._call_timed("compilation and warm-up", "compile_and_warm_up")
         self.group.start_serving()
+        self._is_ready = True
         return dataclasses.replace(configs[0], num_blocks=num_blocks)
 
     def _call_timed(self, phase: str, method: str, *args: Any) -> list[Any]:
@@ -192,7 +194,7 @@ class MultiProcExecutor(Executor):
     def shutdown(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            group.end()
+            group.end(at_once=not self._is_ready)
 
 
 def _free_port() -> int:

@@ -179,12 +179,12 @@ class NodesGroup(WorkerGroup):
             heard.append(self._heard.get())
         return heard
 
-    def end(self) -> None:
+    def end(self, at_once: bool = False) -> None:
         if self._over.is_set():
             return
         self._over.set()
-        self._publisher.send_multipart([_END if self.failure is None else _END + b"!"])
-        super().end()
+        self._publisher.send_multipart([_END + b"!" if at_once or self.failure is not None else _END])
+        super().end(at_once)
         self._thread.join()
         self._close()
 
@@ -274,7 +274,7 @@ class _Node:
                 self._group.start_serving()
             elif topic.startswith(_END):
                 if topic != _END:
-                    self._group.fail("node 0 has failed")
+                    raise self._group.fail("node 0 has failed")
                 return False
         return True
 

@@ -105,7 +105,6 @@ class _Packer(Packer):
     def model_runner_output(self, output: ModelRunnerOutput) -> tuple[Any, ...]:
         return (
             output.req_ids,
-            output.req_id_to_index,
             output.sampled_token_ids,
             None if output.logprobs is None else self.logprobs(output.logprobs),
             output.logprobs_start,
@@ -135,10 +134,10 @@ class _Unpacker(Unpacker):
         return NewRequestData(req_id, token_ids, num_prompt_tokens, self.params(params), tuple(block_ids), num_computed_tokens)
 
     def model_runner_output(self, packed: Any) -> ModelRunnerOutput:
-        req_ids, indices, token_ids, logprobs, logprobs_start, prompt_logprobs, stats = packed
+        req_ids, token_ids, logprobs, logprobs_start, prompt_logprobs, stats = packed
         return ModelRunnerOutput(
             req_ids,
-            indices,
+            {req_id: row for row, req_id in enumerate(req_ids)},
             token_ids,
             None if logprobs is None else self.logprobs(logprobs),
             logprobs_start,

@@ -196,8 +196,8 @@ class WorkerGroup:
             if self.failure is not None:
                 return
 
-    def end(self) -> None:
-        """End all workers: by asking them if all is well, else at once. May be called more than once."""
+    def end(self, at_once: bool = False) -> None:
+        """End all workers: by asking them, or `at_once`, as also after a failure. May be called more than once."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -206,7 +206,7 @@ class WorkerGroup:
             self._watcher.join()
         self._stopped.close()
         deadline = time.monotonic()
-        if self.failure is None:
+        if self.failure is None and not at_once:
             try:
                 self._commands.put(FAREWELL, END_GRACE_S)
                 deadline += END_GRACE_S

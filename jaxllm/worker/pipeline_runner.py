@@ -30,8 +30,9 @@ from sharding.rules import KV_CACHE_AXES, sharding_of
 class _EarlyStage:
     """A stage before the last: its weights, its part of the KV cache, and the block tables."""
 
-    def __init__(self, stage: Stage, weights: Weights) -> None:
-        self.stage, self.weights = stage, weights
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.weights: Weights = ()
         self.replicated = sharding_of(stage.mesh, ())
         self.kv_sharding = sharding_of(stage.mesh, KV_CACHE_AXES)
         self.kv_caches: KVCaches = ()
@@ -60,7 +61,7 @@ class PipelineRunner(ModelRunner):
         super().__init__(config, last.mesh, last.graph, (), kv_cache_config, buckets, rows_per_group, compile_counter)
         self.num_arrays = last.num_arrays
         self.stages = list(stages)
-        self.early = [_EarlyStage(stage, ()) for stage in early]
+        self.early = [_EarlyStage(stage) for stage in early]
         self.set_weights(weights)
         parts = (config.model.decoder, config.model.dtype, config.attention_backend, kv_cache_config, self.options)
         limits = (self.max_num_seqs, self.max_blocks, config.cache.block_size)
@@ -74,8 +75,8 @@ class PipelineRunner(ModelRunner):
             for stage in stages
         ]
         self.stage_programs: dict[tuple[Bucket, int], jax.stages.Compiled] = {}
-        # The last token of every row after each of the latest steps, with the step's number, on the first stage. There are never
-        # more steps in flight, so that whatever a step needs is among them.
+        # The last token of every row after each of the latest steps, with the step's number, on the first stage. As many as
+        # there are steps in flight: of those before, each row's token is still there.
         self._last_tokens: deque[tuple[int, jax.Array]] = deque(maxlen=len(stages) + 1)
         self._num_steps = 0
         # The last step in which each row sampled a token.
@@ -170,10 +171,14 @@ class PipelineRunner(ModelRunner):
         for stage in self.early:
             stage.block_tables = row_state.write_tables(stage.block_tables, new_rows)
 
+    def _needed_step(self, bucket: Bucket, fields: dict[str, np.ndarray]) -> int:
+        """The number of the step that sampled the newest token that a batch takes from the devices; 0 if it takes none."""
+        reading = fields["rows"][fields["last_token_index"] < bucket.num_tokens]
+        return int(self._sampled_in[reading].max(initial=0))
+
     def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput:
         fields = self.layout(bucket).fields(vector)
-        reading = fields["rows"][fields["last_token_index"] < bucket.num_tokens]
-        needed = self._sampled_in[reading].max(initial=0)
+        needed = self._needed_step(bucket, fields)
         # The oldest that will do: it is there, or will be soon, while a newer one may be of a step that has only begun.
         given = next((tokens for number, tokens in self._last_tokens if number >= needed))
         for index, early in enumerate(self.early):

@@ -1,11 +1,14 @@
 """Several processes that are one jax: each has devices of its own, and all run the same programs in the same order."""
 
+import os
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from jaxllm.worker.place import WorkerPlace
+
+_SIMULATED_DEVICES = "xla_force_host_platform_device_count"
 
 
 def join_processes(place: WorkerPlace) -> list[jax.Device]:
@@ -20,8 +23,12 @@ def join_processes(place: WorkerPlace) -> list[jax.Device]:
     # Of a machine's GPUs each worker sees its own only, and takes no memory of the others.
     first = place.local_rank * place.num_devices
     visible = list(range(first, first + place.num_devices))
+    if place.num_devices > 1 and _SIMULATED_DEVICES not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", place.num_devices)
     if place.num_workers > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # Each times its kernels by itself: shared out, one that compiles waits for one that has found its program on disk.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false"
         jax.distributed.initialize(
             place.coordinator,
             place.num_workers,

@@ -65,7 +65,7 @@ class Worker:
             jax.config.update("jax_platforms", "cpu")
         enable_persistent_cache(self.config.compilation_cache_dir)
         stages, tensor = self.config.parallel.pipeline_parallel_size, self.config.parallel.tensor_parallel_size
-        size = stages * tensor
+        size = self.config.parallel.num_devices
         devices = jax.local_devices() if self.place is None else join_processes(self.place)
         if len(devices) < size:
             what = f"tensor_parallel_size {tensor}" + (f" with pipeline_parallel_size {stages}" if stages > 1 else "")
@@ -86,6 +86,7 @@ class Worker:
         )
         self.kv_cache_config = KVCacheConfig(num_blocks=2, groups=make_kv_cache_groups(specs))
         self.stages = make_stages(model, self.kv_cache_config, self.mesh, self.config.attention_backend)
+        self.graph = self.stages[-1].graph  # of all layers, unless there is a pipeline
         self.specs = [spec for stage in self.stages for spec in stage.graph.specs]
         self.shardings = {spec.path: sharding_of(stage.mesh, spec.axes) for stage in self.stages for spec in stage.graph.specs}
         self.weights = self._load_weights()
@@ -152,9 +153,8 @@ class Worker:
         rows_per_group = CPU_ROWS_PER_GROUP if platform == "cpu" else None
         if len(self.stages) > 1:
             return PipelineRunner(self.config, self.stages, self.weights, config, buckets, rows_per_group, self.compile_counter)
-        (stage,) = self.stages
         return ModelRunner(
-            self.config, self.mesh, stage.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
+            self.config, self.mesh, self.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
         )
 
     def init_kv_cache(self, num_blocks: int | None = None) -> None:

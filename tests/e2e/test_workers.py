@@ -1,16 +1,23 @@
 """The tiny model and the real one with workers in processes of their own, which are one jax."""
 
 import os
+import pickle
 import signal
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.engine.engine_args import EngineArgs
 from jaxllm.engine.errors import EngineDeadError
 
+ROOT = Path(__file__).parents[2]
 SHARED = [*range(40, 60)]
 PROMPTS = [[*SHARED, *range(100, 100 + 3 * i)] if i % 2 else [5 + i, *range(100, 100 + 4 * i)] for i in range(14)]
 PARAMS = [
@@ -30,10 +37,14 @@ def executor_of(llm: LLM) -> Any:
 
 
 @pytest.fixture(scope="module")
-def expected(make_tiny) -> list[list[int]]:
-    """From the engine in this process, with blocks enough and without surprises."""
-    llm = make_tiny(enable_prefix_caching=False, async_scheduling=False)
-    return generate(llm)
+def here(make_tiny) -> LLM:
+    """The engine in this process, with blocks enough and without surprises."""
+    return make_tiny(enable_prefix_caching=False, async_scheduling=False)
+
+
+@pytest.fixture(scope="module")
+def expected(here: LLM) -> list[list[int]]:
+    return generate(here)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +54,7 @@ def two(make_tiny) -> LLM:
 
 
 def test_one_worker(make_tiny, expected):
-    llm = make_tiny(distributed_executor_backend="mp", worker_hang_timeout=60.0, **FEW_BLOCKS)
+    llm = make_tiny(distributed_executor_backend="mp", worker_hang_timeout=60.0)
     assert generate(llm) == generate(llm) == expected
     assert llm.collective_rpc("num_compiles_after_warm_up") == [0]
     check_health(llm)
@@ -57,9 +68,8 @@ def test_two_workers(two: LLM, expected):
     check_health(two)
 
 
-def test_log_probabilities_of_a_prompt(two: LLM, make_tiny):
+def test_log_probabilities_of_a_prompt(here: LLM, two: LLM):
     """They are computed by all devices together, when the step is read."""
-    here = make_tiny(**FEW_BLOCKS)
     params = SamplingParams(max_tokens=4, prompt_logprobs=3, logprobs=3, ignore_eos=True, detokenize=False, temperature=0)
     (output,), (same,) = (llm.generate([PROMPTS[5]], params, use_tqdm=False) for llm in (here, two))
     assert output.outputs[0].token_ids == same.outputs[0].token_ids
@@ -104,6 +114,36 @@ def run(llm: LLM) -> None:
 
 def check_health(llm: LLM) -> None:
     llm.engine.engine_core.check_health()
+
+
+@pytest.mark.slow
+def test_two_machines(make_tiny, tiny_model: str, compiled: str, expected: list[list[int]]):
+    """The second one is a process that runs workers only."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = min(sock.getsockname()[1], 65533)
+    limits = {"block_size": 4, "cudagraph_capture_sizes": [], "compile_sizes": [], "load_format": "dummy"}
+    machines = {"nnodes": 2, "tensor_parallel_size": 2, "master_port": port, "worker_hang_timeout": 60.0}
+    args = {**limits, **FEW_BLOCKS, **machines, "compilation_cache_dir": compiled, "use_tqdm_on_load": False}
+    config = EngineArgs(tiny_model, node_rank=1, **args).create_engine_config()
+    code = "import pickle, sys; from jaxllm.executor.nodes import run_node; run_node(pickle.loads(bytes.fromhex(sys.argv[1])))"
+    command = [sys.executable, "-c", code, pickle.dumps(config).hex()]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
+        try:
+            llm = make_tiny(**FEW_BLOCKS, **machines)
+            assert len(llm.collective_rpc("device_bytes")) == 2
+            assert generate(llm) == generate(llm) == expected
+            llm.shutdown()
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_several_devices_a_worker(make_tiny, expected: list[list[int]]):
+    two_each = {"distributed_executor_backend": "mp", "tensor_parallel_size": 4, "devices_per_worker": 2}
+    llm = make_tiny(**FEW_BLOCKS, **two_each, worker_hang_timeout=60.0)
+    assert generate(llm) == expected
 
 
 @pytest.mark.slow

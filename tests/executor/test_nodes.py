@@ -61,7 +61,7 @@ def free_ports() -> int:
 
 def configs(num_workers: int = 4, **config) -> list[EngineConfig]:
     """Of node 0 and node 1."""
-    parallel = {"nnodes": 2, "master_port": free_ports(), "worker_hang_timeout": 3.0}
+    parallel = {"nnodes": 2, "master_port": free_ports(), "worker_hang_timeout": 4.0}
     first = mp_config(num_workers, parallel=parallel, async_scheduling=True, **config)
     return [first, dataclasses.replace(first, parallel=dataclasses.replace(first.parallel, node_rank=1))]
 

@@ -10,6 +10,7 @@ import pytest
 from devices import need_devices
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.worker.pipeline_runner import PipelineRunner
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -104,12 +105,22 @@ def test_tensor_parallel(make_tiny, tensor):
     ("pipeline", "tensor", "asynchronous"),
     [slow(2, 1, True), slow(2, 1, False), (2, 2, True), slow(2, 2, False), slow(3, 1, True)],
 )
-def test_pipeline_parallel(make_tiny, pipeline, tensor, asynchronous):
+def test_pipeline_parallel(make_tiny, monkeypatch, pipeline, tensor, asynchronous):
     need_devices(pipeline * tensor)
     expected = on_one_device(make_tiny)
+    steps_apart = []
+
+    def needed_step(runner: PipelineRunner, *args: Any, find: Any = PipelineRunner._needed_step) -> int:
+        needed = find(runner, *args)
+        steps_apart.append(runner._num_steps + 1 - needed)
+        return needed
+
+    monkeypatch.setattr(PipelineRunner, "_needed_step", needed_step)
     llm = make_tiny(pipeline_parallel_size=pipeline, tensor_parallel_size=tensor, async_scheduling=asynchronous)
     check_same(run(llm), expected)
     assert num_preemptions(llm) > 0
+    # Most steps start on tokens that have left the last stage: only at the beginning and at the end do stages wait.
+    assert sum(steps < pipeline for steps in steps_apart) < len(steps_apart) / 5, steps_apart
     llm.sleep(level=1)
     llm.wake_up()
     check_same(run(llm), expected)
@@ -153,8 +164,12 @@ def check_collectives(program: str, num_tokens: int, worker: Any, tensor: int) -
     assert shapes
     sums = [shape for shape, kind in shapes if kind == "all-reduce" and shape.endswith(f"[{num_tokens},{hidden_size}]")]
     assert len(sums) == 1 + 2 * num_layers, sums
+    vocab_size, num_rows = worker.runner.vocab_size, worker.config.scheduler.max_num_seqs
     for shape, kind in shapes:
         sizes = [int(size) for size in re.findall(r"\d+", shape.partition("[")[2])]
-        # What is gathered for a row: numbers of blocks of the vocabulary, or the tokens of 64 blocks of 32.
-        if sizes != [num_tokens, hidden_size]:
-            assert np.prod(sizes[1:], dtype=int) < worker.runner.vocab_size, (kind, shape)
+        if kind == "all-to-all":
+            # At most from shares of the vocabulary to shares of the rows.
+            assert np.prod(sizes, dtype=int) <= -(-num_rows // tensor) * vocab_size, shape
+        elif sizes != [num_tokens, hidden_size]:
+            # What is gathered for a row: numbers of blocks of the vocabulary, or the tokens of 64 blocks of 32.
+            assert np.prod(sizes[1:], dtype=int) < vocab_size, (kind, shape)
