@@ -106,7 +106,7 @@ def test_device_packages_know_nothing_of_the_engine(package: str):
 def test_importing_jaxllm_starts_no_backend():
     code = (
         "import sys, jaxllm; from jaxllm import SamplingParams, EngineArgs; import jaxllm.core.scheduler; "
-        "import jaxllm.engine.async_llm, jaxllm.engine.core_proc; "
+        "import jaxllm.engine.async_llm, jaxllm.engine.core_proc, jaxllm.executor.multiproc; "
         "assert 'jax' not in sys.modules and 'transformers' not in sys.modules, sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
