@@ -46,7 +46,7 @@ THIRD_PARTY_HOMES = {
     "matplotlib": {"bench"},
     "msgspec": {"engine", "serve"},
     "zmq": {"engine"},
-    "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat", "plan"},
+    "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat", "plan", "bench"},
 }
 
 
