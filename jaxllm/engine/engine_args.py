@@ -111,7 +111,7 @@ class EngineArgs:
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits in the free blocks.
         async_scheduling: dispatch a step before the tokens of the one before it are on the host.
         tensor_parallel_size: devices that share each layer.
-        attention_backend: "auto" picks by device.
+        attention_backend: "auto" picks by device: "mosaic" on Hopper GPUs, else "reference". A name is an order.
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
         compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
         compilation_cache_dir: by default `jaxllm/compiled` in the user's cache folder; "" keeps nothing.

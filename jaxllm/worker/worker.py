@@ -26,6 +26,7 @@ from jaxllm.worker.kv_cache import check_num_blocks, num_blocks_in, total_bytes
 from jaxllm.worker.model_runner import ModelRunner, StepInFlight
 from jaxllm.worker.row_state import state_bytes
 from jaxllm.worker.step import Weights
+from kernels_pallas.paged_attention import Call, select_implementation
 from sharding.mesh import make_mesh
 from sharding.rules import sharding_of
 
@@ -72,6 +73,11 @@ class Worker:
             model.decoder, self.config.cache.block_size, model.dtype, stripes
         )
         self.kv_cache_config = KVCacheConfig(num_blocks=2, groups=make_kv_cache_groups(specs))
+        backend = self._attention_backend()
+        self.config = dataclasses.replace(self.config, attention_backend=backend)
+        if backend != "reference" and self.devices[0].platform == "cpu":
+            # Interpreted kernels call back into this process: such a program means nothing to another.
+            self.config = dataclasses.replace(self.config, compilation_cache_dir=None)
         self.graph = build_model_graph(
             model.decoder,
             model.dtype,
@@ -82,6 +88,16 @@ class Worker:
         )
         self.shardings = {spec.path: sharding_of(self.mesh, spec.axes) for spec in self.graph.specs}
         self.weights = self._load_weights()
+
+    def _attention_backend(self) -> str:
+        """The implementation that every layer is to use, tried out on the device."""
+        decoder, size = self.config.model.decoder, self.config.parallel.tensor_parallel_size
+        spec = self.kv_cache_config.groups[0].spec
+        heads = (decoder.num_heads // size, spec.num_kv_heads // size, decoder.head_dim)
+        call = Call(*heads, self.config.cache.block_size, self.config.model.dtype)
+        windows = [window for window in decoder.sliding_windows if window is not None]
+        window = min(windows) if windows else None
+        return select_implementation(self.config.attention_backend, call, sliding_window=window)
 
     def _load_weights(self) -> tuple[jax.Array, ...]:
         """In the order of the specs."""
