@@ -468,7 +468,7 @@ class EngineConfig:
     """All of it.
 
     Attributes:
-        attention_backend: "auto" picks by device.
+        attention_backend: "auto" picks by device: "mosaic" on Hopper GPUs, else "reference". A name is an order.
         cudagraph_capture_sizes: sizes of decode buckets, in requests; None for the default, which doubles up to max_num_seqs.
         compile_sizes: sizes of mixed buckets, in tokens; None for the default, which doubles up to max_num_batched_tokens.
         compilation_cache_dir: where compiled steps are kept between runs; None for nowhere.

@@ -47,7 +47,7 @@ THIRD_PARTY_HOMES = {
     "msgspec": {"engine", "executor", "serve"},
     "zmq": {"engine", "executor"},
     "ray": {"engine"},
-    "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat", "plan"},
+    "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat", "plan", "bench"},
 }
 
 

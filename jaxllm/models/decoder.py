@@ -1,5 +1,6 @@
 """The Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen 2 and 3. What sets its members apart are fields of DecoderConfig."""
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
@@ -155,7 +156,12 @@ class Decoder(nnx.Module):
         inv_freq, factor = rope_frequencies(self.config.rope, self.config.head_dim, self.config.max_position_embeddings)
         cos, sin = rope_cos_sin(metadata.positions, inv_freq, factor)
         x = self.embed(inputs) if self.is_first else inputs
+        plans = {}
         for layer, array in zip(self.layers, self.array_of_layer, strict=True):
+            window = layer.attention.sliding_window
+            if window not in plans:
+                plans[window] = layer.attention.plan(metadata, caches[array].shape[3], x.dtype)
+            metadata = dataclasses.replace(metadata, plan=plans[window])
             graphdef, state = nnx.split(layer)
             x, caches[array] = _run_layer(graphdef, state, x, caches[array], metadata, cos, sin)
         return x if self.norm is None else self.norm(x), tuple(caches)

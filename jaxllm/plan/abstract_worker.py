@@ -59,6 +59,10 @@ class AbstractWorker(Worker):
         self.runner.compile(bucket)
         return self.runner.program_cache.programs[bucket]
 
+    def _attention_backend(self) -> str:
+        with lowering_on(self.mesh):
+            return super()._attention_backend()
+
     def _load_weights(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         return tuple(
             jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=self.shardings[spec.path]) for spec in self.specs

@@ -15,6 +15,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, make_kv_cache_groups
 from jaxllm.core.output import SchedulerOutput
 from jaxllm.cuda import plugin_would_fail
+from jaxllm.models.decoder_params import Shares
 from jaxllm.models.registry import model_class
 from jaxllm.weights.dummy import dummy_params
 from jaxllm.weights.load import load_params
@@ -29,6 +30,7 @@ from jaxllm.worker.processes import Pieces, from_host, join_processes, to_host
 from jaxllm.worker.row_state import state_bytes
 from jaxllm.worker.stages import make_stages
 from jaxllm.worker.step import Weights
+from kernels_pallas.paged_attention import Call, select_implementation
 from sharding.mesh import make_mesh
 from sharding.rules import sharding_of
 
@@ -85,11 +87,26 @@ class Worker:
             model.decoder, self.config.cache.block_size, model.dtype, stripes
         )
         self.kv_cache_config = KVCacheConfig(num_blocks=2, groups=make_kv_cache_groups(specs))
+        backend = self._attention_backend()
+        self.config = dataclasses.replace(self.config, attention_backend=backend)
+        if backend != "reference" and self.devices[0].platform == "cpu":
+            # Interpreted kernels call back into this process: such a program means nothing to another.
+            self.config = dataclasses.replace(self.config, compilation_cache_dir=None)
         self.stages = make_stages(model, self.kv_cache_config, self.mesh, self.config.attention_backend)
         self.graph = self.stages[-1].graph  # of all layers, unless there is a pipeline
         self.specs = [spec for stage in self.stages for spec in stage.graph.specs]
         self.shardings = {spec.path: sharding_of(stage.mesh, spec.axes) for stage in self.stages for spec in stage.graph.specs}
         self.weights = self._load_weights()
+
+    def _attention_backend(self) -> str:
+        """The implementation that every layer is to use, tried out on the device."""
+        decoder, size = self.config.model.decoder, self.config.parallel.tensor_parallel_size
+        shares = Shares.of(decoder, size)
+        heads = (shares.num_heads // size, shares.num_kv_heads // size, decoder.head_dim)
+        call = Call(*heads, self.config.cache.block_size, self.config.model.dtype)
+        windows = [window for window in decoder.sliding_windows if window is not None]
+        window = min(windows) if windows else None
+        return select_implementation(self.config.attention_backend, call, sliding_window=window)
 
     def _load_weights(self) -> tuple[jax.Array, ...]:
         """In the order of the specs."""
