@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 MODEL = "smollm2-135m-instruct"
-LIMITS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--max-model-len", "1024")
+# The number of blocks is part of the compiled programs, which the second engine then finds in the cache.
+LIMITS = (
+    "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--max-model-len", "1024", "--num-gpu-blocks-override", "513",
+)  # fmt: skip
 TRAFFIC = (
     "--requests 40 --request-rate 1.2 --input-len 128 --output-len 48 --num-prefixes 4 --prefix-len 32 --model-shape smollm2-135m"
 )
