@@ -18,7 +18,7 @@ LIMITS = (
     "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--max-model-len", "1024", "--num-gpu-blocks-override", "513",
 )  # fmt: skip
 TRAFFIC = (
-    "--requests 40 --request-rate 1.2 --input-len 128 --output-len 48 --num-prefixes 4 --prefix-len 32 --model-shape smollm2-135m"
+    "--requests 30 --request-rate 0.6 --input-len 128 --output-len 48 --num-prefixes 4 --prefix-len 32 --model-shape smollm2-135m"
 )
 FIGURES = (
     "output_throughput", "mean_concurrent_requests", "mean_ttft_ms", "median_ttft_ms", "mean_tpot_ms", "median_tpot_ms",
@@ -64,7 +64,7 @@ def test_a_real_run_is_reproduced_within_15_percent(tmp_path: Path):
         try:
             wait_for(f"http://127.0.0.1:{port}/health")
             bench(
-                "serve", "--port", port, "--dataset-name", "timed_trace", "--dataset-path", trace, "--num-prompts", "40",
+                "serve", "--port", port, "--dataset-name", "timed_trace", "--dataset-path", trace, "--num-prompts", "30",
                 "--num-warmups", "2", "--no-plot", "--disable-tqdm",
                 "--result-dir", str(tmp_path), "--result-filename", "real.json",
                 *percentiles,
