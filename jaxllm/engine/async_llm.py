@@ -15,6 +15,7 @@ from jaxllm.core.types import EngineCoreOutputs, EngineCoreRequest, SchedulerSta
 from jaxllm.engine.admission import AdmissionControl
 from jaxllm.engine.core import PauseMode
 from jaxllm.engine.dp_client import DPLBAsyncMPClient
+from jaxllm.engine.engine_group import FrontEnd
 from jaxllm.engine.errors import EngineDeadError, EngineLostError
 from jaxllm.engine.input_processor import InputProcessor, Prompt
 from jaxllm.engine.metrics import EngineMetrics, IterationStats, Metric
@@ -48,6 +49,7 @@ class AsyncLLM:
     Args:
         tokenizer: None to take and give token ids only.
         executor_class: by default `Executor.get_class()`. The engine core's process imports it from its module.
+        front_end: to use engine cores that another process starts, with other front ends.
 
     Raises:
         ValueError: for a configuration that does not fit the model or the devices.
@@ -59,6 +61,7 @@ class AsyncLLM:
         config: EngineConfig,
         tokenizer: "PreTrainedTokenizerFast | None",
         executor_class: type[Executor] | None = None,
+        front_end: FrontEnd | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -70,9 +73,12 @@ class AsyncLLM:
         self._output_error: Exception | None = None
         self._moved_requests: set[str] = set()  # to another engine core, since theirs had died
         self._output_handler: asyncio.Task[None] | None = None
-        is_alone = config.parallel.data_parallel_size == 1 and not config.parallel.data_parallel_restart
-        client_class = AsyncMPClient if is_alone else DPLBAsyncMPClient
-        self.engine_core: AsyncMPClient | DPLBAsyncMPClient = client_class(config, executor_class, config.log_stats)
+        self._is_one_of_several = front_end is not None
+        self.engine_core: AsyncMPClient | DPLBAsyncMPClient
+        if config.parallel.data_parallel_size == 1 and not config.parallel.data_parallel_restart and front_end is None:
+            self.engine_core = AsyncMPClient(config, executor_class, config.log_stats)
+        else:
+            self.engine_core = DPLBAsyncMPClient(config, executor_class, config.log_stats, front_end)
         self._tokenizer_threads = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
 
     def _make_metrics(self) -> list[EngineMetrics]:
@@ -237,7 +243,7 @@ class AsyncLLM:
             elif request.request_id in self.output_processor.request_states:
                 ended.append(request.request_id)
         logger.error("%s; of its requests %d begin again elsewhere, %d end", loss, len(moved), len(ended))
-        self.output_processor.fail(ended, str(loss))
+        self.output_processor.fail(ended, lambda: EngineLostError(str(loss), loss.engine_index))
         self._moved_requests &= self.output_processor.request_states.keys()
         self._moved_requests.update(moved)
 
@@ -377,6 +383,13 @@ class AsyncLLM:
         """
         if not self.metrics:
             raise ValueError("the engine keeps no statistics: it was started with disable_log_stats=True")
+        if self._is_one_of_several and isinstance(self.engine_core, DPLBAsyncMPClient):
+            # A step tells one front end only what the engine core has to do; the coordinator tells all.
+            for metrics, load in zip(self.metrics, self.engine_core.loads, strict=True):
+                if load is not None:
+                    metrics.num_requests_waiting.value = load.waiting
+                    metrics.num_requests_running.value = load.running
+                    metrics.kv_cache_usage.value = load.kv_cache_usage
         # Those of one name together.
         return [metric for group in zip(*(one.snapshot() for one in self.metrics), strict=True) for metric in group]
 

@@ -55,6 +55,7 @@ class EngineLink:
         put: gets, from the receiving thread, every EngineCoreOutputs that answers no call, and in the end an EngineDeadError.
         engine_index, coordinator: for one of several; see EngineCoreMain.
         environment: variables of the process.
+        other_front_ends: that the engine core serves too, by client index; this one comes after them.
 
     Raises:
         ValueError: if the executor class cannot be found by another process.
@@ -74,10 +75,30 @@ class EngineLink:
         engine_index: int = 0,
         coordinator: str | None = None,
         environment: Mapping[str, str] | None = None,
+        other_front_ends: Sequence[Addresses] = (),
     ) -> None:
         _check_importable(executor_class)
+        self._prepare(put, "the engine core" if coordinator is None else f"engine core {engine_index}")
+        self._folder = socket_folder()
+        try:
+            addresses = Addresses(f"ipc://{self._folder}/inputs", f"ipc://{self._folder}/outputs")
+            self._bind_both(addresses)
+            level = logging.getLogger().getEffectiveLevel()
+            front_ends = (*other_front_ends, addresses)
+            main = EngineCoreMain(
+                config, executor_class, log_stats, front_ends, self._pid, self._folder, level, engine_index, coordinator
+            )
+            name = "engine-core" if coordinator is None else f"engine-core-{engine_index}"
+            self.process = EngineProcess(main, name, environment)
+        except BaseException:
+            self._clean_up()
+            raise
+        # Whatever happens to the client: an exiting interpreter must leave no process behind.
+        atexit.register(self.close)
+
+    def _prepare(self, put: Put, owner: str) -> None:
         self._put = put
-        self._owner = "the engine core" if coordinator is None else f"engine core {engine_index}"
+        self._owner = owner
         self.description: dict[str, Any] = {}
         self.death: EngineDeadError | None = None
         self._lock = threading.Lock()  # of the sending socket, and of `_calls` together with `death`
@@ -87,23 +108,11 @@ class EngineLink:
         self._identity = b""
         self._receiver: threading.Thread | None = None
         self._pid = os.getpid()
-        self._folder = socket_folder()
         self._context = zmq.Context()
-        try:
-            addresses = Addresses(f"ipc://{self._folder}/inputs", f"ipc://{self._folder}/outputs")
-            self._inputs = self._bind(zmq.ROUTER, addresses.inputs)
-            self._outputs = self._bind(zmq.PULL, addresses.outputs)
-            level = logging.getLogger().getEffectiveLevel()
-            main = EngineCoreMain(
-                config, executor_class, log_stats, (addresses,), self._pid, self._folder, level, engine_index, coordinator
-            )
-            name = "engine-core" if coordinator is None else f"engine-core-{engine_index}"
-            self.process = EngineProcess(main, name, environment)
-        except BaseException:
-            self._clean_up()
-            raise
-        # Whatever happens to the client: an exiting interpreter must leave no process behind.
-        atexit.register(self.close)
+
+    def _bind_both(self, addresses: Addresses) -> None:
+        self._inputs = self._bind(zmq.ROUTER, addresses.inputs)
+        self._outputs = self._bind(zmq.PULL, addresses.outputs)
 
     def _clean_up(self) -> None:
         self._context.destroy(linger=0)

@@ -35,7 +35,6 @@ NOTED: dict[str, str] = {
     "--code-revision": "no code of a model is ever run",
     "--tokenizer-revision": "the tokenizer comes with the model",
     "--prefix-caching-hash-algo": "blocks are known by their SHA-256",
-    "--api-server-count": "one process serves HTTP",
     "--disable-frontend-multiprocessing": "the engine runs in a process of its own",
     "--disable-hybrid-kv-cache-manager": "sliding windows have groups of their own where a model has them",
     "--prefill-schedule-interval": "prefills are scheduled at every step",

@@ -15,7 +15,7 @@ from child_engine import PATIENCE_S, BrokenExecutor, ChildExecutor, DyingExecuto
 from toy_engine import expected_tokens, make_config
 from transformers import PreTrainedTokenizerFast
 
-from jaxllm.engine import dp_client
+from jaxllm.engine import engine_group
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.coordinator import CoordinatorProcess
 from jaxllm.engine.dp_client import DPLBAsyncMPClient
@@ -280,7 +280,7 @@ def test_request_that_kills_engines_does_not_go_to_all_of_them(make_pair: Callab
 
 def test_engine_comes_back(make_pair: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is paused if the others are, gets requests again, and while no engine lives there is hope."""
-    monkeypatch.setattr(dp_client, "FIRST_RESTART_DELAY_S", 0.05)
+    monkeypatch.setattr(engine_group, "FIRST_RESTART_DELAY_S", 0.05)
     llm = make_pair(data_parallel_restart=True)
     client = client_of(llm)
 

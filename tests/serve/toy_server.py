@@ -13,6 +13,7 @@ from saying import BrokenExecutor, ImpossibleExecutor, SayingExecutor, SlowExecu
 from toy_engine import ToyExecutor, make_config, make_tokenizer
 
 from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.serve.api_servers import EngineParts
 from jaxllm.serve.args import ServeArgs
 from jaxllm.serve.context import Context
 from jaxllm.serve.server import ApiServer, address_of, bind
@@ -92,7 +93,13 @@ def main() -> int:
         with phases.phase("engine"):
             return AsyncLLM(toy_config(), tokenizer(), executor)
 
-    return serve(["--host", "127.0.0.1", "--port", "0", "--served-model-name", "toy", *argv], start)
+    def make_parts(args: Any) -> EngineParts:
+        parallel = {
+            name: getattr(args, name) for name in ("data_parallel_size", "data_parallel_restart", "data_parallel_routing")
+        }
+        return EngineParts(toy_config(**parallel), make_tokenizer, executor)
+
+    return serve(["--host", "127.0.0.1", "--port", "0", "--served-model-name", "toy", *argv], start, make_parts)
 
 
 if __name__ == "__main__":
