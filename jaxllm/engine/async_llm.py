@@ -67,6 +67,8 @@ class AsyncLLM:
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer, config.log_stats, config.stream_interval)
+        parallel = config.parallel
+        self._ranks = range(parallel.data_parallel_start_rank, parallel.data_parallel_start_rank + parallel.data_parallel_size)
         self.metrics = self._make_metrics() if config.log_stats else []
         self.admission = AdmissionControl(config, self.output_processor, self.metrics[0] if self.metrics else None)
         self._is_draining = False
@@ -83,10 +85,10 @@ class AsyncLLM:
 
     def _make_metrics(self) -> list[EngineMetrics]:
         """By engine index."""
-        size, max_model_len = self.config.parallel.data_parallel_size, self.config.model.max_model_len
-        if size == 1:
+        max_model_len = self.config.model.max_model_len
+        if self._ranks == range(1):
             return [EngineMetrics(max_model_len)]
-        return [EngineMetrics(max_model_len, engine=str(index)) for index in range(size)]
+        return [EngineMetrics(max_model_len, engine=str(rank)) for rank in self._ranks]
 
     @classmethod
     def from_engine_args(
@@ -154,9 +156,12 @@ class AsyncLLM:
         data_parallel_rank: int | None,
     ) -> tuple[RequestOutputCollector, str]:
         """Check, tokenize and queue a request. Returns where its outputs come, and its internal id."""
-        if data_parallel_rank is not None and data_parallel_rank not in range(self.engine_core.num_engines):
-            last = self.engine_core.num_engines - 1
-            raise ValueError(f"data_parallel_rank must be in [0, {last}], got {data_parallel_rank!r}")
+        engine = None
+        if data_parallel_rank is not None:
+            if data_parallel_rank not in self._ranks:
+                ranks = f"[{self._ranks[0]}, {self._ranks[-1]}]"
+                raise ValueError(f"data_parallel_rank must be in {ranks}, got {data_parallel_rank!r}")
+            engine = data_parallel_rank - self._ranks[0]
         self._check_accepting()
         # Before the work, and after it, when it is known how much it is.
         self.admission.check(1, 0)
@@ -175,11 +180,11 @@ class AsyncLLM:
             self._check_accepting()
         outputs = RequestOutputCollector(params.output_kind)
         if params.n == 1:
-            self._queue(request, request_id, text, outputs, data_parallel_rank)
+            self._queue(request, request_id, text, outputs, engine)
         else:
             parent = ParentRequest(request)
             for index, child in enumerate(parent.make_children(request)):
-                self._queue(child, request_id, text, outputs, data_parallel_rank, parent, index)
+                self._queue(child, request_id, text, outputs, engine, parent, index)
         return outputs, request.request_id
 
     def _queue(
@@ -188,13 +193,13 @@ class AsyncLLM:
         request_id: str,
         text: str | None,
         outputs: RequestOutputCollector,
-        data_parallel_rank: int | None,
+        engine: int | None,
         parent: ParentRequest | None = None,
         index: int = 0,
     ) -> None:
         try:
             self.output_processor.add_request(request, request_id, text, parent, index, outputs)
-            self.engine_core.add_request(request, data_parallel_rank)
+            self.engine_core.add_request(request, engine)
         except BaseException:
             # All of it or nothing: of n requests, those queued already go too.
             self._abort([request.request_id if parent is None else parent.request_id], internal=True)

@@ -338,6 +338,22 @@ def test_forgotten_client_ends_its_processes(tokenizer: PreTrainedTokenizerFast)
     wait_until(lambda: not any(map(is_alive, pids)), "the processes to end")
 
 
+def test_ranks_of_another_servers_engines(make_pair: Callable[..., AsyncLLM]) -> None:
+    llm = make_pair(data_parallel_start_rank=4)
+
+    async def main() -> None:
+        for rank in (4, 5, 5):
+            assert tokens_of(await collect(llm.generate([5], PARAMS, "r", data_parallel_rank=rank)))[-30:] == expected_tokens(
+                [5], 30
+            )
+        with pytest.raises(ValueError, match=r"data_parallel_rank must be in \[4, 5\], got 0"):
+            await collect(llm.generate([5], PARAMS, "r", data_parallel_rank=0))
+        found = {metric.labels["engine"]: metric.value for metric in llm.get_metrics() if metric.name == "jaxllm:prompt_tokens"}  # type: ignore[union-attr]
+        assert found == {"4": 1, "5": 2}
+
+    run(main())
+
+
 def test_offline_engine_refuses() -> None:
     with pytest.raises(ValueError, match="data_parallel_size must be 1 here, got 2"):
         LLMEngine(make_config(data_parallel_size=2), None, ChildExecutor)
