@@ -106,7 +106,6 @@ def test_both_engines_work(make_pair: Callable[..., AsyncLLM]) -> None:
         assert tokens_of(await kept) == expected_tokens([6], 30)
         await until(lambda: not client._engine_of, "the aborted requests to end")
         assert (client.num_unfinished(0), client.num_unfinished(1)) == (0, 0)
-        assert client.balancer.scores().min() >= 0
         for rank in (-1, 2):
             with pytest.raises(ValueError, match=r"data_parallel_rank must be in \[0, 1\], got"):
                 await collect(llm.generate([5], PARAMS, "r", data_parallel_rank=rank))

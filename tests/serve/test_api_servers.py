@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -95,6 +96,27 @@ def test_servers_and_engines() -> None:
         assert process.wait() == 0
         assert not any(child.is_running() for child in everyone.values())
         assert f"API server {victim[-1]} was killed by SIGKILL; it is started again" in "".join(process.err)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_front_end_of_two_engines_ends(signal_number: int) -> None:
+    """Under load, and the folders of its sockets go too."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        with started("--slow", "--data-parallel-size", "2") as process:
+            url = process.wait_until_ready()
+            everyone = children(process)
+            assert everyone.keys() == {"engine-core-0", "engine-core-1", "coordinator"}
+            bad = httpx.post(url + "/v1/completions", json={"prompt": [70]}, headers={"X-data-parallel-rank": "2"})
+            assert (bad.status_code, "data_parallel_rank must be in [0, 1], got 2" in bad.text) == (400, True)
+            socks = [stream_of(url, 400) for _ in range(4)]
+            os.kill(process.popen.pid, signal_number)
+            for sock in socks:
+                rest = rest_of(sock)
+                assert (b'"finish_reason":"abort"' in rest) == (signal_number == signal.SIGTERM)
+            assert process.wait() == (-signal.SIGKILL if signal_number == signal.SIGKILL else 0)
+            until(lambda: not any(child.is_running() for child in everyone.values()), "all to end")
+            until(lambda: not os.listdir(folder), "the folders to go")
 
 
 @pytest.mark.slow

@@ -89,15 +89,15 @@ def main() -> int:
     if argv and argv[0] in EXECUTORS:
         argv, executor = argv[1:], EXECUTORS[argv[0]]
 
+    def config_of(args: Any) -> Any:
+        return toy_config(data_parallel_size=args.data_parallel_size, data_parallel_restart=args.data_parallel_restart)
+
     def start(args: Any, phases: Any) -> AsyncLLM:
         with phases.phase("engine"):
-            return AsyncLLM(toy_config(), tokenizer(), executor)
+            return AsyncLLM(config_of(args), tokenizer(), executor)
 
     def make_parts(args: Any) -> EngineParts:
-        parallel = {
-            name: getattr(args, name) for name in ("data_parallel_size", "data_parallel_restart", "data_parallel_routing")
-        }
-        return EngineParts(toy_config(**parallel), make_tokenizer, executor)
+        return EngineParts(config_of(args), make_tokenizer, executor)
 
     return serve(["--host", "127.0.0.1", "--port", "0", "--served-model-name", "toy", *argv], start, make_parts)
 
