@@ -240,9 +240,9 @@ def test_requests_go_where_their_prefix_is(make_pair: Callable[..., AsyncLLM]) -
             assert await where([*prefixes[0], 6]) == (0, 24)
             assert await where([*prefixes[1], 6, 7]) == (1, 24)
             assert await where([*prefixes[2], 8]) == (1, 24)
-        # Another salt is another prefix, and what nobody has goes round.
-        assert {await where([*prefixes[0], 6], cache_salt="s") for _ in range(2)} != {(0, 0)}
-        assert {(await where([60 + i] * 12))[0] for i in range(4)} == {0, 1}
+        # Another salt is another prefix, and what nobody has goes round, sooner or later: snapshots may be old.
+        assert (await where([*prefixes[0], 6], cache_salt="s"))[1] == 0
+        assert {(await where([40 + i] * 12))[0] for i in range(30)} == {0, 1}
         # One that is overloaded gets no more.
         await set_step_time(llm, 0.02)
         tasks = [asyncio.create_task(collect(stream(llm, [*prefixes[0], i], str(i), max_tokens=9))) for i in range(40)]
