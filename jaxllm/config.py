@@ -370,6 +370,7 @@ class ParallelConfig:
 
     Attributes:
         data_parallel_size: engine cores, each in a process and with devices of its own; the front end shares out the requests.
+        data_parallel_start_rank: the rank of the first of them; those before it are another server's.
         data_parallel_restart: start an engine core again that has died.
         data_parallel_routing: which engine core gets a request: "load" is the one with the least to do, "prefix" the one that has
             most of its prompt in its prefix cache, unless it has much more to do than others.
@@ -380,11 +381,13 @@ class ParallelConfig:
     data_parallel_size: int = 1
     data_parallel_restart: bool = False
     data_parallel_routing: DataParallelRouting = "load"
+    data_parallel_start_rank: int = 0
     data_parallel_backend: DataParallelBackend = "mp"
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_at_least("data_parallel_size", self.data_parallel_size, 1)
+        check_at_least("data_parallel_start_rank", self.data_parallel_start_rank, 0)
         check_choice("data_parallel_routing", self.data_parallel_routing, DataParallelRouting)
         check_choice("data_parallel_backend", self.data_parallel_backend, DataParallelBackend)
 

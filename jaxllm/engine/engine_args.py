@@ -23,6 +23,7 @@ from jaxllm.config import (
     check_at_least,
     check_choice,
 )
+from jaxllm.engine.data_parallel_args import local_engines
 from jaxllm.weights.source import ModelSource, resolve_model
 
 if TYPE_CHECKING:
@@ -108,6 +109,12 @@ class EngineArgs:
         async_scheduling: dispatch a step before the tokens of the one before it are on the host.
         tensor_parallel_size: devices that share each layer.
         data_parallel_size: engines, each with devices of its own, among which a server shares out its requests.
+        data_parallel_rank: one engine is here, of this rank; a load balancer outside shares out the requests.
+        data_parallel_size_local: how many of the engines are here, with data_parallel_hybrid_lb.
+        data_parallel_start_rank: the rank of the first engine here; implies data_parallel_hybrid_lb.
+        data_parallel_hybrid_lb: a load balancer outside shares out the requests among servers of several engines each.
+        data_parallel_external_lb: a load balancer outside shares out the requests among servers of one engine each; needs
+            data_parallel_rank.
         data_parallel_restart: start an engine again that has died; the others serve meanwhile.
         data_parallel_routing: which engine gets a request: load (the one with the least to do) or prefix (the one that has most
             of its prompt cached, unless it has much more to do than others).
@@ -153,6 +160,11 @@ class EngineArgs:
     async_scheduling: bool = True
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    data_parallel_rank: int | None = None
+    data_parallel_size_local: int | None = None
+    data_parallel_start_rank: int | None = None
+    data_parallel_hybrid_lb: bool = False
+    data_parallel_external_lb: bool = False
     data_parallel_restart: bool = False
     data_parallel_routing: str = "load"
     data_parallel_backend: str = "mp"
@@ -189,6 +201,14 @@ class EngineArgs:
         if self.enforce_eager:
             logger.info("enforce_eager has no effect: every step is compiled")
         check_choice("load_format", self.load_format, LoadFormat)
+        local = local_engines(
+            self.data_parallel_size,
+            self.data_parallel_rank,
+            self.data_parallel_size_local,
+            self.data_parallel_start_rank,
+            self.data_parallel_hybrid_lb,
+            self.data_parallel_external_lb,
+        )
         platform = detect_platform()
         needs_weights = self.load_format != "dummy"
         source = resolve_model(self.model, revision=self.revision, download_dir=self.download_dir, weights=needs_weights)
@@ -226,7 +246,8 @@ class EngineArgs:
             ),
             parallel=ParallelConfig(
                 tensor_parallel_size=self.tensor_parallel_size,
-                data_parallel_size=self.data_parallel_size,
+                data_parallel_size=local.size,
+                data_parallel_start_rank=local.start_rank,
                 data_parallel_restart=self.data_parallel_restart,
                 data_parallel_routing=self.data_parallel_routing,  # type: ignore[arg-type]  # checked at birth
                 data_parallel_backend=self.data_parallel_backend,  # type: ignore[arg-type]  # checked at birth

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 # Ctrl-C and a service manager's SIGTERM reach every process of the group. What they mean is for the front end to decide: it may
 # want its requests to run to their end first, and if it dies of them, so does this process. SIGTERM is not set to SIG_IGN, which
@@ -31,17 +31,24 @@ EngineMain = Callable[[socket.socket], None]
 class EngineProcess:
     """Starts `main` in a new process. Nothing is forked, and the caller's own script is not run again.
 
-    A pair of sockets joins the two. Nothing is sent after the start: either end becomes readable when the other process ends,
-    however it ends, so that nobody has to ask whether the other still lives. `fileno` is this process's end. The new process
-    lets SIGINT and SIGTERM pass.
+    A pair of sockets joins the two. Either end becomes readable when the other process ends, however it ends, so that nobody has
+    to ask whether the other still lives. An engine core sends and gets nothing there after its start. `fileno` is this process's
+    end. The new process lets SIGINT and SIGTERM pass.
 
     Args:
         main: called with the other end; can be pickled, and its modules can be imported.
         name: for lists of processes.
         environment: variables to set beside those of this process.
+        pass_fds: file descriptors that the new process has too, under the same numbers.
     """
 
-    def __init__(self, main: EngineMain, name: str = "engine-core", environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        main: EngineMain,
+        name: str = "engine-core",
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         payload = pickle.dumps(list(sys.path)) + pickle.dumps(main)
         self._link, other_end = socket.socketpair()
         with other_end:
@@ -49,7 +56,7 @@ class EngineProcess:
                 [sys.executable, "-c", _BOOT, str(other_end.fileno()), f"jaxllm-{name}"],
                 stdin=subprocess.DEVNULL,
                 env=None if environment is None else {**os.environ, **environment},
-                pass_fds=[other_end.fileno()],
+                pass_fds=[other_end.fileno(), *pass_fds],
             )
         # If it has ended already, whoever waits for it will see that.
         with contextlib.suppress(OSError):
@@ -62,6 +69,18 @@ class EngineProcess:
     def fileno(self) -> int:
         """Becomes readable when the process has ended."""
         return self._link.fileno()
+
+    def tell(self, data: bytes) -> None:
+        """Send to `main`'s end; a process that has ended gets nothing."""
+        with contextlib.suppress(OSError):
+            self._link.sendall(data)
+
+    def hear(self) -> bytes:
+        """What `main` has sent, waiting for it; nothing once it has ended."""
+        try:
+            return self._link.recv(64)
+        except OSError:
+            return b""
 
     def has_ended(self) -> bool:
         return self._popen.poll() is not None

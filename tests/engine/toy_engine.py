@@ -76,6 +76,7 @@ def make_config(
     data_parallel_size: int = 1,
     data_parallel_restart: bool = False,
     data_parallel_routing: Any = "load",
+    data_parallel_start_rank: int = 0,
     data_parallel_backend: Any = "mp",
     **model: Any,
 ) -> EngineConfig:
@@ -85,7 +86,14 @@ def make_config(
         model=ModelConfig("toy", "toy", decoder, "float32", max_model_len, eos_token_ids=eos_token_ids, **model),
         cache=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching, num_gpu_blocks_override=num_blocks),
         scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, policy, async_scheduling=async_scheduling),
-        parallel=ParallelConfig(1, data_parallel_size, data_parallel_restart, data_parallel_routing, data_parallel_backend),
+        parallel=ParallelConfig(
+            1,
+            data_parallel_size,
+            data_parallel_restart,
+            data_parallel_routing,
+            data_parallel_start_rank,
+            data_parallel_backend,
+        ),
         log_stats=log_stats,
         stream_interval=stream_interval,
         max_num_queued_reqs=max_num_queued_reqs,
