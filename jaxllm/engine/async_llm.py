@@ -172,12 +172,12 @@ class AsyncLLM:
             request, text = await asyncio.get_running_loop().run_in_executor(
                 self._tokenizer_threads, self.input_processor.process_inputs, *arguments
             )
+        if self._start_output_handler():
+            await asyncio.sleep(0)  # it takes in what has happened since it last ran
+        # From here on nobody else gets a turn, so that what is checked still holds when the request is queued.
         self._check_accepting()
         params = request.sampling_params
         self.admission.check(params.n, len(request.prompt_token_ids))
-        if self._start_output_handler():
-            await asyncio.sleep(0)  # it takes in what has happened since it last ran
-            self._check_accepting()
         outputs = RequestOutputCollector(params.output_kind)
         if params.n == 1:
             self._queue(request, request_id, text, outputs, engine)
