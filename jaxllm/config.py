@@ -382,6 +382,7 @@ class ParallelConfig:
         node_rank: which of them this is; the engine runs on 0.
         master_addr, master_port: where the others find node 0, at three ports from this one on.
         data_parallel_size: engine cores, each in a process and with devices of its own; the front end shares out the requests.
+        data_parallel_start_rank: the rank of the first of them; those before it are another server's.
         data_parallel_restart: start an engine core again that has died.
         data_parallel_routing: which engine core gets a request: "load" is the one with the least to do, "prefix" the one that has
             most of its prompt in its prefix cache, unless it has much more to do than others.
@@ -401,6 +402,7 @@ class ParallelConfig:
     data_parallel_size: int = 1
     data_parallel_restart: bool = False
     data_parallel_routing: DataParallelRouting = "load"
+    data_parallel_start_rank: int = 0
     data_parallel_backend: DataParallelBackend = "mp"
 
     def __post_init__(self) -> None:
@@ -414,6 +416,7 @@ class ParallelConfig:
                 f"got {self.distributed_executor_backend!r}: one process starts the steps of all stages"
             )
         check_at_least("data_parallel_size", self.data_parallel_size, 1)
+        check_at_least("data_parallel_start_rank", self.data_parallel_start_rank, 0)
         check_choice("data_parallel_routing", self.data_parallel_routing, DataParallelRouting)
         check_choice("data_parallel_backend", self.data_parallel_backend, DataParallelBackend)
         check_at_least("devices_per_worker", self.devices_per_worker, 1)

@@ -193,11 +193,7 @@ def make_engine(args: argparse.Namespace) -> tuple[EngineSpec, StepTime]:
     if step_table is not None:
         num_blocks = limit("num_gpu_blocks_override", 1 + 256 * scheduler.max_model_len // block_size)
         groups = make_kv_cache_groups([KVCacheSpec(block_size, 1, 2, 2)])
-        return (
-            EngineSpec(scheduler, cache, KVCacheConfig(num_blocks, groups), args.host_time),
-            step_table,
-            step_table.request_time,
-        )
+        return EngineSpec(scheduler, cache, KVCacheConfig(num_blocks, groups), args.host_time), step_table
     model, device, ranks = model_shape(args.model_shape), DEVICES[args.device], args.tensor_parallel_size
     step_time = Roofline(device, model, args.dtype, ranks, Buckets(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
     num_blocks = args.num_gpu_blocks_override

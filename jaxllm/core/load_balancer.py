@@ -45,10 +45,12 @@ class LoadBalancer:
         if not 0 <= client_index < client_count:
             raise ValueError(f"client_index must be in [0, {client_count - 1}], got {client_index}")
         self.client_count = client_count
-        self._waiting = np.zeros(num_engines, np.int64)
-        self._running = np.zeros(num_engines, np.int64)
-        self._unfinished = np.zeros(num_engines, np.int64)
-        self._available = np.ones(num_engines, bool)
+        self._waiting = [0] * num_engines
+        self._running = [0] * num_engines
+        self._unfinished = [0] * num_engines
+        self._available = [True] * num_engines
+        # Kept up to date, so that choosing among thousands is one search; _UNAVAILABLE of engines that cannot be chosen.
+        self._scores = np.zeros(num_engines, np.int64)
         self._start = num_engines * client_index // client_count
 
     @property
@@ -58,15 +60,15 @@ class LoadBalancer:
     @property
     def available(self) -> list[int]:
         """The engines that can be chosen."""
-        return np.flatnonzero(self._available).tolist()
+        return [engine for engine, available in enumerate(self._available) if available]
 
     def unfinished(self, engine: int) -> int:
         """How many of this front end's requests are there."""
-        return int(self._unfinished[engine])
+        return self._unfinished[engine]
 
-    def scores(self) -> np.ndarray:
-        """int64 [num_engines], of the engines that cannot be chosen too."""
-        return np.maximum(self._waiting * WAITING_WEIGHT + self._running, self._unfinished * self.client_count)
+    def score(self, engine: int) -> int:
+        """Also of an engine that cannot be chosen."""
+        return max(self._waiting[engine] * WAITING_WEIGHT + self._running[engine], self._unfinished[engine] * self.client_count)
 
     def pick(self, cached: Sequence[int] | np.ndarray | None = None) -> int:
         """Choose the engine for a request, and count the request there.
@@ -79,34 +81,44 @@ class LoadBalancer:
         Raises:
             LookupError: if no engine is available.
         """
-        scores = np.where(self._available, self.scores(), _UNAVAILABLE)
-        least = int(scores.min())
+        scores = self._scores
+        engine = self._first_least(scores)
+        least = scores[engine]
         if least == _UNAVAILABLE:
             raise LookupError("no engine is available")
         if cached is not None:
             hits = np.where(scores <= least + PREFIX_SLACK, np.asarray(cached), 0)
             if (most := hits.max()) > 0:
-                scores = np.where(hits == most, scores, _UNAVAILABLE)
-        start = self._start
-        engine = (start + int(np.roll(scores, -start).argmin())) % self.num_engines
-        self._start = (start + 1) % self.num_engines
+                engine = self._first_least(np.where(hits == most, scores, _UNAVAILABLE))
+        self._start = (self._start + 1) % self.num_engines
         self.place(engine)
+        return engine
+
+    def _first_least(self, scores: np.ndarray) -> int:
+        """The first of the least from `_start` on, and on from the beginning."""
+        start = self._start
+        engine = start + int(scores[start:].argmin())
+        if start and scores[before := int(scores[:start].argmin())] < scores[engine]:
+            return before
         return engine
 
     def place(self, engine: int) -> None:
         """Count a request at an engine that was not chosen here."""
         self._waiting[engine] += self.client_count
         self._unfinished[engine] += 1
+        self._update_score(engine)
 
     def finish(self, engine: int, num_requests: int = 1) -> None:
         """Some of this front end's requests there have ended, however they did."""
         assert self._unfinished[engine] >= num_requests, f"engine {engine} has {self._unfinished[engine]} requests"
         self._unfinished[engine] -= num_requests
+        self._update_score(engine)
 
     def update(self, engine: int, waiting: int, running: int) -> None:
         """Take in what a snapshot says of one engine."""
         self._waiting[engine] = waiting
         self._running[engine] = running
+        self._update_score(engine)
 
     def update_all(self, counts: Iterable[tuple[int, int]]) -> None:
         """Take in a snapshot of all engines: (waiting, running) of each."""
@@ -118,6 +130,9 @@ class LoadBalancer:
         self._available[engine] = available
         self.update(engine, 0, 0)
 
+    def _update_score(self, engine: int) -> None:
+        self._scores[engine] = self.score(engine) if self._available[engine] else _UNAVAILABLE
+
     def resize(self, num_engines: int) -> None:
         """Add idle engines, available at once, or forget the last ones, whose requests must have ended.
 
@@ -125,10 +140,12 @@ class LoadBalancer:
             ValueError: if no engine would be left, or one that goes has unfinished requests.
         """
         check_at_least("num_engines", num_engines, 1)
-        if self._unfinished[num_engines:].any():
-            raise ValueError(f"engines from {num_engines} on have unfinished requests: {self._unfinished[num_engines:].tolist()}")
+        if any(self._unfinished[num_engines:]):
+            raise ValueError(f"engines from {num_engines} on have unfinished requests: {self._unfinished[num_engines:]}")
         new = max(0, num_engines - self.num_engines)
-        for name in ("_waiting", "_running", "_unfinished"):
-            setattr(self, name, np.concatenate([getattr(self, name)[:num_engines], np.zeros(new, np.int64)]))
-        self._available = np.concatenate([self._available[:num_engines], np.ones(new, bool)])
+        self._waiting = self._waiting[:num_engines] + [0] * new
+        self._running = self._running[:num_engines] + [0] * new
+        self._unfinished = self._unfinished[:num_engines] + [0] * new
+        self._available = self._available[:num_engines] + [True] * new
+        self._scores = np.concatenate([self._scores[:num_engines], np.zeros(new, np.int64)])
         self._start %= num_engines

@@ -15,6 +15,7 @@ from jaxllm.core.types import EngineCoreOutputs, EngineCoreRequest, SchedulerSta
 from jaxllm.engine.admission import AdmissionControl
 from jaxllm.engine.core import PauseMode
 from jaxllm.engine.dp_client import DPLBAsyncMPClient
+from jaxllm.engine.engine_group import FrontEnd
 from jaxllm.engine.errors import EngineDeadError, EngineLostError
 from jaxllm.engine.input_processor import InputProcessor, Prompt
 from jaxllm.engine.metrics import EngineMetrics, IterationStats, Metric
@@ -48,6 +49,7 @@ class AsyncLLM:
     Args:
         tokenizer: None to take and give token ids only.
         executor_class: by default the one that the configuration names. The engine core's process imports it from its module.
+        front_end: to use engine cores that another process starts, with other front ends.
 
     Raises:
         ValueError: for a configuration that does not fit the model or the devices.
@@ -59,27 +61,34 @@ class AsyncLLM:
         config: EngineConfig,
         tokenizer: "PreTrainedTokenizerFast | None",
         executor_class: type[Executor] | None = None,
+        front_end: FrontEnd | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer, config.log_stats, config.stream_interval)
+        parallel = config.parallel
+        self._ranks = range(parallel.data_parallel_start_rank, parallel.data_parallel_start_rank + parallel.data_parallel_size)
         self.metrics = self._make_metrics() if config.log_stats else []
         self.admission = AdmissionControl(config, self.output_processor, self.metrics[0] if self.metrics else None)
         self._is_draining = False
         self._output_error: Exception | None = None
         self._moved_requests: set[str] = set()  # to another engine core, since theirs had died
         self._output_handler: asyncio.Task[None] | None = None
-        client_class = AsyncMPClient if config.parallel.has_one_engine else DPLBAsyncMPClient
-        self.engine_core: AsyncMPClient | DPLBAsyncMPClient = client_class(config, executor_class, config.log_stats)
+        self._is_one_of_several = front_end is not None
+        self.engine_core: AsyncMPClient | DPLBAsyncMPClient
+        if config.parallel.has_one_engine and front_end is None:
+            self.engine_core = AsyncMPClient(config, executor_class, config.log_stats)
+        else:
+            self.engine_core = DPLBAsyncMPClient(config, executor_class, config.log_stats, front_end)
         self._tokenizer_threads = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
 
     def _make_metrics(self) -> list[EngineMetrics]:
         """By engine index."""
-        size, max_model_len = self.config.parallel.data_parallel_size, self.config.model.max_model_len
-        if size == 1 and self.config.parallel.data_parallel_backend == "mp":
+        max_model_len = self.config.model.max_model_len
+        if self._ranks == range(1) and self.config.parallel.data_parallel_backend == "mp":
             return [EngineMetrics(max_model_len)]
-        return [EngineMetrics(max_model_len, engine=str(index)) for index in range(size)]
+        return [EngineMetrics(max_model_len, engine=str(rank)) for rank in self._ranks]
 
     @classmethod
     def from_engine_args(
@@ -147,9 +156,12 @@ class AsyncLLM:
         data_parallel_rank: int | None,
     ) -> tuple[RequestOutputCollector, str]:
         """Check, tokenize and queue a request. Returns where its outputs come, and its internal id."""
-        if data_parallel_rank is not None and data_parallel_rank not in range(self.engine_core.num_engines):
-            last = self.engine_core.num_engines - 1
-            raise ValueError(f"data_parallel_rank must be in [0, {last}], got {data_parallel_rank!r}")
+        engine = None
+        if data_parallel_rank is not None:
+            if data_parallel_rank not in self._ranks:
+                ranks = f"[{self._ranks[0]}, {self._ranks[-1]}]"
+                raise ValueError(f"data_parallel_rank must be in {ranks}, got {data_parallel_rank!r}")
+            engine = data_parallel_rank - self._ranks[0]
         self._check_accepting()
         # Before the work, and after it, when it is known how much it is.
         self.admission.check(1, 0)
@@ -160,19 +172,19 @@ class AsyncLLM:
             request, text = await asyncio.get_running_loop().run_in_executor(
                 self._tokenizer_threads, self.input_processor.process_inputs, *arguments
             )
+        if self._start_output_handler():
+            await asyncio.sleep(0)  # it takes in what has happened since it last ran
+        # From here on nobody else gets a turn, so that what is checked still holds when the request is queued.
         self._check_accepting()
         params = request.sampling_params
         self.admission.check(params.n, len(request.prompt_token_ids))
-        if self._start_output_handler():
-            await asyncio.sleep(0)  # it takes in what has happened since it last ran
-            self._check_accepting()
         outputs = RequestOutputCollector(params.output_kind)
         if params.n == 1:
-            self._queue(request, request_id, text, outputs, data_parallel_rank)
+            self._queue(request, request_id, text, outputs, engine)
         else:
             parent = ParentRequest(request)
             for index, child in enumerate(parent.make_children(request)):
-                self._queue(child, request_id, text, outputs, data_parallel_rank, parent, index)
+                self._queue(child, request_id, text, outputs, engine, parent, index)
         return outputs, request.request_id
 
     def _queue(
@@ -181,13 +193,13 @@ class AsyncLLM:
         request_id: str,
         text: str | None,
         outputs: RequestOutputCollector,
-        data_parallel_rank: int | None,
+        engine: int | None,
         parent: ParentRequest | None = None,
         index: int = 0,
     ) -> None:
         try:
             self.output_processor.add_request(request, request_id, text, parent, index, outputs)
-            self.engine_core.add_request(request, data_parallel_rank)
+            self.engine_core.add_request(request, engine)
         except BaseException:
             # All of it or nothing: of n requests, those queued already go too.
             self._abort([request.request_id if parent is None else parent.request_id], internal=True)
@@ -236,7 +248,7 @@ class AsyncLLM:
             elif request.request_id in self.output_processor.request_states:
                 ended.append(request.request_id)
         logger.error("%s; of its requests %d begin again elsewhere, %d end", loss, len(moved), len(ended))
-        self.output_processor.fail(ended, str(loss))
+        self.output_processor.fail(ended, lambda: EngineLostError(str(loss), loss.engine_index))
         self._moved_requests &= self.output_processor.request_states.keys()
         self._moved_requests.update(moved)
 
@@ -282,10 +294,13 @@ class AsyncLLM:
         # Outputs are what a leaving engine core is waited for.
         self._start_output_handler()
         await self.engine_core.scale(data_parallel_size)
+        first = self._ranks.start
+        self._ranks = range(first, first + data_parallel_size)
         if self.metrics:
             max_model_len = self.config.model.max_model_len
             # One that has left keeps what it has counted.
-            self.metrics += [EngineMetrics(max_model_len, engine=str(i)) for i in range(len(self.metrics), data_parallel_size)]
+            new = self._ranks[len(self.metrics) :]
+            self.metrics += [EngineMetrics(max_model_len, engine=str(rank)) for rank in new]
 
     @property
     def errored(self) -> bool:
@@ -398,6 +413,13 @@ class AsyncLLM:
         """
         if not self.metrics:
             raise ValueError("the engine keeps no statistics: it was started with disable_log_stats=True")
+        if self._is_one_of_several and isinstance(self.engine_core, DPLBAsyncMPClient):
+            # A step tells one front end only what the engine core has to do; the coordinator tells all.
+            for metrics, load in zip(self.metrics, self.engine_core.loads, strict=True):
+                if load is not None:
+                    metrics.num_requests_waiting.value = load.waiting
+                    metrics.num_requests_running.value = load.running
+                    metrics.kv_cache_usage.value = load.kv_cache_usage
         # Those of one name together.
         return [metric for group in zip(*(one.snapshot() for one in self.metrics), strict=True) for metric in group]
 

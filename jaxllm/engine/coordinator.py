@@ -9,6 +9,7 @@ engine core it says nothing of it. Requests never pass through it.
 import faulthandler
 import logging
 import os
+import shutil
 import socket
 import threading
 import time
@@ -102,11 +103,16 @@ class DPCoordinator:
 
 @dataclass(frozen=True)
 class CoordinatorMain:
-    """All that a new process needs to become a coordinator."""
+    """All that a new process needs to become a coordinator.
+
+    Attributes:
+        folder: of the sockets; removed if the parent cannot do it any more.
+    """
 
     addresses: CoordinatorAddresses
     num_engines: int
     parent_pid: int
+    folder: str
 
     def __call__(self, link: socket.socket) -> None:
         faulthandler.enable()
@@ -115,6 +121,7 @@ class CoordinatorMain:
 
     def _end_with_parent(self, link: socket.socket) -> None:
         wait_for_parent(link, self.parent_pid)
+        shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(0)
 
 
@@ -131,7 +138,7 @@ class CoordinatorProcess:
     def __init__(self, folder: str, num_engines: int, host: str | None = None) -> None:
         loads = f"ipc://{folder}/loads" if host is None else f"tcp://{host}:{_free_port(host)}"
         self.addresses = CoordinatorAddresses(loads, f"ipc://{folder}/snapshots")
-        self._main = CoordinatorMain(self.addresses, num_engines, os.getpid())
+        self._main = CoordinatorMain(self.addresses, num_engines, os.getpid(), folder)
         self._lock = threading.Lock()  # of `process` together with `_closed`
         self._closed = threading.Event()
         self.process = self._start()

@@ -212,6 +212,11 @@ class EngineCore:
             self._tell_ended(request, EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT))
         self.scheduler.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED)
 
+    def abort_front_end(self, client_index: int) -> None:
+        """End every request of a front end that is gone."""
+        requests = (*self.scheduler.requests.values(), *self._held)
+        self.abort_requests([request.request_id for request in requests if request.client_index == client_index])
+
     def _tell_ended(self, request: Request, output: EngineCoreOutput | None = None) -> None:
         """Let the front end know, with `take_undelivered`, that a request has ended."""
         outputs, finished_requests = self._undelivered_of(request.client_index, time.monotonic())

@@ -53,7 +53,7 @@ EXIT_PARENT_GONE = 3
 CALLS = frozenset(
     (
         *("reset_prefix_cache", "collective_rpc", "check_health", "get_stats"),
-        *("pause", "resume", "is_paused", "sleep", "wake_up", "is_sleeping"),
+        *("pause", "resume", "is_paused", "sleep", "wake_up", "is_sleeping", "abort_front_end"),
     )
 )
 
@@ -65,6 +65,7 @@ class InputType(bytes, enum.Enum):
     ABORT = b"\x01"
     CALL = b"\x02"
     SHUTDOWN = b"\x03"
+    HELLO = b"\x04"
 
 
 class OutputType(bytes, enum.Enum):
@@ -74,6 +75,11 @@ class OutputType(bytes, enum.Enum):
     DEAD = b"\x01"
     READY = b"\x02"
     START_FAILED = b"\x03"
+
+
+def engine_identity(engine_index: int) -> bytes:
+    """By which a front end's ROUTER knows an engine core."""
+    return b"engine-core-%d" % engine_index
 
 
 class Addresses(NamedTuple):
@@ -139,7 +145,8 @@ class EngineCoreMain:
 def _send_to_all(front_ends: Sequence[Addresses], kind: OutputType, frames: Frames) -> None:
     """Send from the address that takes a front end's inputs, and wait until it is gone."""
     with zmq.Context() as context:
-        for front_end in front_ends:
+        # The last one has started this process, and ends it when it knows.
+        for front_end in reversed(front_ends):
             with context.socket(zmq.PUSH) as sock:
                 sock.linger = LINGER_MS
                 sock.connect(front_end.outputs)
@@ -283,20 +290,25 @@ class EngineCoreProc:
         context = zmq.Context()
         poller = zmq.Poller()
         client_index: dict[zmq.Socket, int] = {}
+        ready = [OutputType.READY, *encode_value(self._description())]
         for index, front_end in enumerate(self.front_ends):
             sock = context.socket(zmq.DEALER)
+            sock.identity = engine_identity(self.engine_index)
             sock.connect(front_end.inputs)
             # From now on the front end can address this engine core.
-            sock.send_multipart([OutputType.READY, *encode_value(self._description())])
+            sock.send_multipart(ready)
             poller.register(sock, zmq.POLLIN)
             client_index[sock] = index
         while True:
             for sock, _ in poller.poll():
                 kind, *frames = sock.recv_multipart(copy=False)
+                if kind.bytes == InputType.HELLO:  # of a front end that came later than this engine core
+                    sock.send_multipart(ready)
+                    continue
                 self._receive(client_index[sock], InputType(kind.bytes), [frame.buffer for frame in frames])
 
     def _description(self) -> dict[str, int]:
-        return {"num_gpu_blocks": self.core.kv_cache_config.num_blocks}
+        return {"num_gpu_blocks": self.core.kv_cache_config.num_blocks, "pid": os.getpid()}
 
     def _receive(self, index: int, kind: InputType, frames: Frames) -> None:
         if kind is InputType.ADD:

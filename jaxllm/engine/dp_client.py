@@ -5,9 +5,7 @@ how busy they are. Who gets a request is the LoadBalancer's matter.
 """
 
 import asyncio
-import dataclasses
 import logging
-import shutil
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,47 +17,32 @@ from jaxllm.core.kv_events import PrefixIndex
 from jaxllm.core.load_balancer import LoadBalancer
 from jaxllm.core.request import prompt_block_hashes
 from jaxllm.core.types import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
-from jaxllm.engine.coordinator import CoordinatorProcess, Snapshot, SnapshotListener
+from jaxllm.engine.attached import AttachedGroup
+from jaxllm.engine.coordinator import Snapshot
 from jaxllm.engine.core_proc import InputType
-from jaxllm.engine.engine_devices import engine_environment
-from jaxllm.engine.engine_link import EngineLink, Mailbox, socket_folder
-from jaxllm.engine.errors import EngineDeadError, EngineLostError, EngineStartError
+from jaxllm.engine.engine_group import EngineGroup, EngineReady, FrontEnd, Item
+from jaxllm.engine.engine_link import EngineLink, Mailbox
+from jaxllm.engine.errors import EngineDeadError, EngineLostError
 from jaxllm.engine.mp_client import AsyncEngineCoreCalls
-from jaxllm.engine.ray_process import RayPlacement
 from jaxllm.engine.serial import encode_request
 from jaxllm.executor.abstract import Executor
 
 logger = logging.getLogger(__name__)
 
-# Seconds before an engine core that has died is started again; twice as many each time that it does not become ready.
-FIRST_RESTART_DELAY_S = 1.0
-# In a row; then it is given up.
-MAX_FAILED_RESTARTS = 5
 # How often it is looked whether engine cores that are to leave have done their work.
 DRAIN_POLL_S = 0.02
 
 
-class EngineReady:
-    """An engine core that had died is there again."""
+class DPLBAsyncMPClient(AsyncEngineCoreCalls):
+    """AsyncMPClient for several engine cores. Calls go to all that live.
 
-
-# What came, from which engine core, and through which link: after a restart the same engine core has another one.
-Item = tuple[int, EngineLink, EngineCoreOutputs | EngineDeadError | EngineReady]
-
-
-class EngineGroup:
-    """The processes of data parallelism: a coordinator and the engine cores, all started at once.
+    An engine core that dies takes nothing with it but its own requests: `get_output` hands them back in an EngineLostError.
 
     Args:
-        put: gets, from the receiving threads, what an EngineLink's `put` gets, with the engine core's index and link before it.
+        front_end: to use engine cores that another process starts, with other front ends.
 
     Raises:
         As EngineLink and its `wait_until_ready`; nothing is left running then.
-
-    Attributes:
-        links: by engine index, the latest that were ready.
-        restarting: engine cores that have died and will be there again.
-        snapshot: the last that the coordinator sent; None once it has been taken.
     """
 
     def __init__(
@@ -67,197 +50,11 @@ class EngineGroup:
         config: EngineConfig,
         executor_class: type[Executor] | None,
         log_stats: bool,
-        put: Callable[[Item], None],
+        front_end: FrontEnd | None = None,
     ) -> None:
-        self.num_engines = config.parallel.data_parallel_size
-        self.links: list[EngineLink] = []
-        self.snapshot: Snapshot | None = None
-        self._config, self._executor_class, self._log_stats = config, executor_class, log_stats
-        self._put = put
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._starting: dict[int, EngineLink] = {}
-        self._restarts: list[threading.Thread] = []
-        self.restarting: set[int] = set()
-        self._placement: RayPlacement | None = None
-        self._environments: list[dict[str, str]] = []
-        if config.parallel.data_parallel_backend == "ray":
-            self._placement = RayPlacement(config)
-        else:
-            self._environments = [engine_environment(config, index, self.num_engines) for index in range(self.num_engines)]
-        self._folder = socket_folder()
-        self._listener: SnapshotListener | None = None
-        self.coordinator: CoordinatorProcess | None = None
-        try:
-            host = None if self._placement is None else self._placement.host
-            self.coordinator = CoordinatorProcess(self._folder, self.num_engines, host)
-            self._listener = SnapshotListener(self.coordinator.addresses.snapshots, self._take_snapshot)
-            for index in range(self.num_engines):
-                self.links.append(self.start_link(index))
-            for link in self.links:
-                link.wait_until_ready()
-        except BaseException:
-            self.close()
-            raise
-
-    def _take_snapshot(self, snapshot: Snapshot) -> None:
-        self.snapshot = snapshot
-
-    def start_link(self, index: int) -> EngineLink:
-        """A new process for engine core `index`, which is not ready yet."""
-        assert self.coordinator is not None
-
-        def put(item: EngineCoreOutputs | EngineDeadError) -> None:
-            if isinstance(item, EngineDeadError):
-                self._begin_restart(index)
-            self._put((index, link, item))
-
-        # One progress bar says what all of them do.
-        config = dataclasses.replace(self._config, use_tqdm_on_load=self._config.use_tqdm_on_load and index == 0)
-        link = EngineLink(
-            config,
-            self._executor_class,
-            self._log_stats,
-            put,
-            engine_index=index,
-            coordinator=self.coordinator.addresses.loads,
-            environment=self._environments[index] if self._environments else None,
-            placement=self._placement,
-        )
-        return link
-
-    def _begin_restart(self, index: int) -> None:
-        """From the receiving thread of the link that has died."""
-        with self._lock:
-            if not self._config.parallel.data_parallel_restart or not self._is_wanted(index):
-                return
-            self.restarting.add(index)
-            thread = threading.Thread(target=self._restart, args=(index,), daemon=True, name=f"restart-{index}")
-            self._restarts = [*(other for other in self._restarts if other.is_alive()), thread]
-            thread.start()
-
-    def _restart(self, index: int) -> None:
-        dead = self.links[index]
-        for failures in range(MAX_FAILED_RESTARTS):
-            self._closed.wait(FIRST_RESTART_DELAY_S * 2**failures)
-            with self._lock:
-                if not self._is_wanted(index):
-                    self.restarting.discard(index)
-                    return
-                link = self._starting[index] = self.start_link(index)
-            try:
-                link.wait_until_ready()
-            except (ValueError, EngineStartError) as error:
-                if not self._closed.is_set():
-                    logger.error("engine core %d does not start again: %s", index, error)
-                continue
-            finally:
-                with self._lock:
-                    del self._starting[index]
-            with self._lock:
-                is_late = not self._is_wanted(index)
-                self.restarting.discard(index)
-                if not is_late:
-                    self.links[index] = link
-            if is_late:
-                link.close()
-            else:
-                logger.info("engine core %d is there again", index)
-                self._put((index, link, EngineReady()))
-                dead.close()
-            return
-        self.restarting.discard(index)
-        # Whoever waits for outputs looks again whether there is hope.
-        self._put((index, dead, EngineDeadError(f"{dead.death}; it could not be started again")))
-
-    def _is_wanted(self, index: int) -> bool:
-        return not self._closed.is_set() and index < self.num_engines
-
-    def grow(self, num_engines: int) -> list[EngineLink]:
-        """Start engine cores until there are `num_engines`, and wait until all are ready. Blocks.
-
-        Returns:
-            The new ones.
-
-        Raises:
-            As `wait_until_ready`; none of the new ones is left running then.
-        """
-        new: list[EngineLink] = []
-        first = len(self.links)
-        try:
-            for index in range(first, num_engines):
-                with self._lock:
-                    if self._closed.is_set():
-                        raise EngineDeadError("the engine was shut down")
-                    link = self._starting[index] = self.start_link(index)
-                new.append(link)
-            for link in new:
-                link.wait_until_ready()
-        except BaseException:
-            for link in new:
-                link.close()
-            raise
-        finally:
-            with self._lock:
-                for index in range(first, num_engines):
-                    self._starting.pop(index, None)
-        with self._lock:
-            is_late = self._closed.is_set()
-            if not is_late:
-                self.links += new
-                self.num_engines = num_engines
-        if is_late:
-            for link in new:
-                link.close()
-            raise EngineDeadError("the engine was shut down")
-        return new
-
-    def shrink(self, num_engines: int) -> None:
-        """End the last engine cores, which have no requests. Blocks."""
-        with self._lock:
-            if self._closed.is_set():
-                return
-            self.num_engines = num_engines
-            leaving = self.links[num_engines:]
-            del self.links[num_engines:]
-        for link in leaving:
-            link.ask_to_end()
-        for link in leaving:
-            link.close()
-
-    def close(self, drain_timeout: float = 0.0) -> None:
-        """End all processes. May be called more than once; see EngineLink.close."""
-        with self._lock:
-            if self._closed.is_set():
-                return
-            self._closed.set()
-            # The thread that waits for it to become ready does the rest.
-            for link in self._starting.values():
-                link.process.kill()
-        for thread in self._restarts:
-            thread.join()
-        try:
-            for link in self.links:
-                link.ask_to_end(drain_timeout)
-            for link in self.links:
-                link.close(drain_timeout)
-        finally:
-            if self._listener is not None:
-                self._listener.close()
-            if self.coordinator is not None:
-                self.coordinator.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-
-class DPLBAsyncMPClient(AsyncEngineCoreCalls):
-    """AsyncMPClient for several engine cores. Calls go to all that live.
-
-    An engine core that dies takes nothing with it but its own requests: `get_output` hands them back in an EngineLostError.
-    """
-
-    def __init__(self, config: EngineConfig, executor_class: type[Executor] | None, log_stats: bool) -> None:
         self._mailbox: Mailbox[Item] = Mailbox()
-        self.balancer = LoadBalancer(config.parallel.data_parallel_size)
+        client = (0, 1) if front_end is None else (front_end.client_index, front_end.client_count)
+        self.balancer = LoadBalancer(config.parallel.data_parallel_size, *client)
         self._engine_of: dict[str, int] = {}  # of every unfinished request
         self._requests: list[dict[str, EngineCoreRequest]] = [{} for _ in range(config.parallel.data_parallel_size)]
         # For routing by prefix; what engine cores have cached, and how to hash a prompt as they do.
@@ -269,7 +66,12 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
         # What an engine core that comes back must be told: that all are paused or asleep.
         self._standing_calls: list[tuple[str, tuple[Any, ...]]] = []
         # The group's threads hold the mailbox, not the client: a client that is forgotten ends its processes.
-        self._group = EngineGroup(config, executor_class, log_stats, self._mailbox.put)
+        self._group: EngineGroup
+        if front_end is None:
+            self._group = EngineGroup(config, executor_class, log_stats, self._mailbox.put)
+        else:
+            self._group = AttachedGroup(config, front_end, self._mailbox.put)
+        self._group.wait_until_ready()
         closer = threading.Thread(target=self._group.close, name="engines-close")
         weakref.finalize(self, closer.start).atexit = False
         # As of the items of the mailbox that have been read.
@@ -345,10 +147,12 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
     @property
     def dead_error(self) -> EngineDeadError | None:
         """Why no engine core lives; None while one does, or will again."""
-        deaths = [link.death for link in self._group.links]
-        if self._group.restarting or any(death is None for death in deaths):
-            return None
-        return EngineDeadError("; ".join(dict.fromkeys(map(str, deaths))))
+        return self._group.dead_error
+
+    @property
+    def loads(self) -> Snapshot:
+        """What the coordinator last said of each engine core."""
+        return self._group.last_snapshot
 
     def num_unfinished(self, engine: int) -> int:
         """Requests that were given to an engine core and have not ended."""
@@ -361,17 +165,20 @@ class DPLBAsyncMPClient(AsyncEngineCoreCalls):
             engine: which engine core is to run it; None for the one with the least to do.
 
         Raises:
-            EngineDeadError: if no engine core lives, or not the one that is asked for.
+            EngineDeadError: if no engine core lives.
+            EngineLostError: if the one that is asked for does not.
         """
+        if engine is not None and engine >= self.num_engines:
+            raise EngineLostError(f"engine core {engine} is about to leave", engine)
         frames = encode_request(request)
         while True:
             index = self._choose(request) if engine is None else engine
             link = self._links[index]
             try:
                 link.send(InputType.ADD, frames)
-            except EngineDeadError:
+            except EngineDeadError as error:
                 if engine is not None:
-                    raise
+                    raise EngineLostError(str(error), index) from None
                 # Its last message has not been read yet.
                 self.balancer.finish(index)
                 self.balancer.set_available(index, False)

@@ -23,6 +23,7 @@ from jaxllm.config import (
     check_choice,
 )
 from jaxllm.cuda import cuda_is_usable
+from jaxllm.engine.data_parallel_args import local_engines
 from jaxllm.weights.source import ModelSource, resolve_model
 
 if TYPE_CHECKING:
@@ -123,6 +124,12 @@ class EngineArgs:
         master_addr: where the others find node 0.
         master_port: at which port, and the two after it.
         data_parallel_size: engines, each with devices of its own, among which a server shares out its requests.
+        data_parallel_rank: one engine is here, of this rank; a load balancer outside shares out the requests.
+        data_parallel_size_local: how many of the engines are here, with data_parallel_hybrid_lb.
+        data_parallel_start_rank: the rank of the first engine here; implies data_parallel_hybrid_lb.
+        data_parallel_hybrid_lb: a load balancer outside shares out the requests among servers of several engines each.
+        data_parallel_external_lb: a load balancer outside shares out the requests among servers of one engine each; needs
+            data_parallel_rank.
         data_parallel_restart: start an engine again that has died; the others serve meanwhile.
         data_parallel_routing: which engine gets a request: load (the one with the least to do) or prefix (the one that has most
             of its prompt cached, unless it has much more to do than others).
@@ -178,6 +185,11 @@ class EngineArgs:
     master_addr: str = "127.0.0.1"
     master_port: int = 29501
     data_parallel_size: int = 1
+    data_parallel_rank: int | None = None
+    data_parallel_size_local: int | None = None
+    data_parallel_start_rank: int | None = None
+    data_parallel_hybrid_lb: bool = False
+    data_parallel_external_lb: bool = False
     data_parallel_restart: bool = False
     data_parallel_routing: str = "load"
     data_parallel_backend: str = "mp"
@@ -217,6 +229,14 @@ class EngineArgs:
         if self.enforce_eager:
             logger.info("enforce_eager has no effect: every step is compiled")
         check_choice("load_format", self.load_format, LoadFormat)
+        local = local_engines(
+            self.data_parallel_size,
+            self.data_parallel_rank,
+            self.data_parallel_size_local,
+            self.data_parallel_start_rank,
+            self.data_parallel_hybrid_lb,
+            self.data_parallel_external_lb,
+        )
         platform = detect_platform() if device is None else "cuda"
         needs_weights = self.load_format != "dummy"
         source = resolve_model(self.model, revision=self.revision, download_dir=self.download_dir, weights=needs_weights)
@@ -266,7 +286,8 @@ class EngineArgs:
                 node_rank=self.node_rank,
                 master_addr=self.master_addr,
                 master_port=self.master_port,
-                data_parallel_size=self.data_parallel_size,
+                data_parallel_size=local.size,
+                data_parallel_start_rank=local.start_rank,
                 data_parallel_restart=self.data_parallel_restart,
                 data_parallel_routing=self.data_parallel_routing,  # type: ignore[arg-type]  # checked at birth
                 data_parallel_backend=self.data_parallel_backend,  # type: ignore[arg-type]  # checked at birth

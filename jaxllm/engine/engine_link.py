@@ -57,6 +57,7 @@ class EngineLink:
         engine_index, coordinator: for one of several; see EngineCoreMain.
         environment: variables of the process.
         placement: to start it as a Ray actor, on any node; its sockets are then on TCP.
+        other_front_ends: that the engine core serves too, by client index; this one comes after them.
 
     Raises:
         ValueError: if the executor class cannot be found by another process.
@@ -77,30 +78,21 @@ class EngineLink:
         coordinator: str | None = None,
         environment: Mapping[str, str] | None = None,
         placement: RayPlacement | None = None,
+        other_front_ends: Sequence[Addresses] = (),
     ) -> None:
         _check_importable(executor_class)
-        self._put = put
-        self._owner = "the engine core" if coordinator is None else f"engine core {engine_index}"
-        self.description: dict[str, Any] = {}
-        self.death: EngineDeadError | None = None
-        self._lock = threading.Lock()  # of the sending socket, and of `_calls` together with `death`
-        self._calls: dict[int, Future[Any]] = {}
-        self._call_ids = itertools.count()
-        self._closed = self._is_asked_to_end = False
-        self._identity = b""
-        self._receiver: threading.Thread | None = None
-        self._pid = os.getpid()
+        self._prepare(put, "the engine core" if coordinator is None else f"engine core {engine_index}")
         self._folder = socket_folder()
-        self._context = zmq.Context()
         try:
-            ends = [f"ipc://{self._folder}/{name}" for name in ("inputs", "outputs")]
+            addresses = Addresses(f"ipc://{self._folder}/inputs", f"ipc://{self._folder}/outputs")
             if placement is not None:
-                ends = [f"tcp://{placement.host}:*"] * 2
-            self._inputs, self._outputs = self._bind(zmq.ROUTER, ends[0]), self._bind(zmq.PULL, ends[1])
+                addresses = Addresses(*[f"tcp://{placement.host}:*"] * 2)
+            self._bind_both(addresses)
             addresses = Addresses(*(sock.getsockopt_string(zmq.LAST_ENDPOINT) for sock in (self._inputs, self._outputs)))
             level = logging.getLogger().getEffectiveLevel()
+            front_ends = (*other_front_ends, addresses)
             main = EngineCoreMain(
-                config, executor_class, log_stats, (addresses,), self._pid, self._folder, level, engine_index, coordinator
+                config, executor_class, log_stats, front_ends, self._pid, self._folder, level, engine_index, coordinator
             )
             name = "engine-core" if coordinator is None else f"engine-core-{engine_index}"
             self.process: EngineProcess | RayEngineProcess = (
@@ -111,6 +103,24 @@ class EngineLink:
             raise
         # Whatever happens to the client: an exiting interpreter must leave no process behind.
         atexit.register(self.close)
+
+    def _prepare(self, put: Put, owner: str) -> None:
+        self._put = put
+        self._owner = owner
+        self.description: dict[str, Any] = {}
+        self.death: EngineDeadError | None = None
+        self._lock = threading.Lock()  # of the sending socket, and of `_calls` together with `death`
+        self._calls: dict[int, Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._closed = self._is_asked_to_end = False
+        self._identity = b""
+        self._receiver: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._context = zmq.Context()
+
+    def _bind_both(self, addresses: Addresses) -> None:
+        self._inputs = self._bind(zmq.ROUTER, addresses.inputs)
+        self._outputs = self._bind(zmq.PULL, addresses.outputs)
 
     def _clean_up(self) -> None:
         self._context.destroy(linger=0)

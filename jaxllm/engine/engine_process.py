@@ -1,6 +1,6 @@
 """EngineProcess: the process of an engine core."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jaxllm.executor.child_process import ChildMain, ChildProcess, wait_for_parent
 
@@ -10,8 +10,14 @@ __all__ = ["EngineProcess", "wait_for_parent"]
 class EngineProcess(ChildProcess):
     """
     Args:
-        main, name, environment: as for ChildProcess.
+        main, name, environment, pass_fds: as for ChildProcess.
     """
 
-    def __init__(self, main: ChildMain, name: str = "engine-core", environment: Mapping[str, str] | None = None) -> None:
-        super().__init__(main, name, environment)
+    def __init__(
+        self,
+        main: ChildMain,
+        name: str = "engine-core",
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        super().__init__(main, name, environment, pass_fds)

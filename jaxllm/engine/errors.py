@@ -40,14 +40,14 @@ class MaxQueuedTokensError(AdmissionError):
 
 
 class EngineLostError(EngineDeadError):
-    """One of several engine cores has died; the others go on.
+    """One of several engine cores has died, which takes its requests with it; the others go on.
 
     Attributes:
         engine_index: which.
-        requests: the EngineCoreRequests that had not ended there.
+        requests: those that had not ended there.
     """
 
-    def __init__(self, message: str, engine_index: int, requests: Sequence[EngineCoreRequest]) -> None:
+    def __init__(self, message: str, engine_index: int, requests: Sequence[EngineCoreRequest] = ()) -> None:
         super().__init__(message)
         self.engine_index = engine_index
         self.requests = requests

@@ -1,7 +1,7 @@
 """EngineCoreOutputs to RequestOutputs: text, stop strings, log probabilities, statistics."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -319,16 +319,16 @@ class OutputProcessor:
 
     def fail_all(self, why: str) -> None:
         """Forget all requests, since the engine core is dead; each queue gets an EngineDeadError."""
-        self.fail(list(self.request_states), why)
+        self.fail(list(self.request_states), lambda: EngineDeadError(why))
 
-    def fail(self, request_ids: Iterable[str], why: str) -> None:
-        """Forget requests, by their internal ids, since their engine core is dead. Unknown ones are ignored."""
+    def fail(self, request_ids: Iterable[str], make_error: Callable[[], Exception]) -> None:
+        """Forget requests, by their internal ids; each queue gets an error. Unknown ones are ignored."""
         for request_id in request_ids:
             state = self.request_states.get(request_id)
             if state is None:
                 continue
             if state.queue is not None:
-                state.queue.put(EngineDeadError(why))
+                state.queue.put(make_error())
             self._forget(state)
 
     def _forget(self, state: RequestState) -> None:

@@ -35,9 +35,8 @@ _LAST_LINES = 6
 class ChildProcess:
     """Starts `main` in a new process. Nothing is forked, and the caller's own script is not run again.
 
-    A pair of sockets joins the two. Nothing is sent after the start: either end becomes readable when the other process ends,
-    however it ends, so that nobody has to ask whether the other still lives. `fileno` is this process's end. The new process
-    lets SIGINT and SIGTERM pass.
+    A pair of sockets joins the two. Either end becomes readable when the other process ends, however it ends, so that nobody has
+    to ask whether the other still lives. `fileno` is this process's end. The new process lets SIGINT and SIGTERM pass.
 
     Args:
         main: called with the other end; can be pickled, and its modules can be imported.
@@ -89,6 +88,18 @@ class ChildProcess:
     def fileno(self) -> int:
         """Becomes readable when the process has ended."""
         return self._link.fileno()
+
+    def tell(self, data: bytes) -> None:
+        """Send to `main`'s end; a process that has ended gets nothing."""
+        with contextlib.suppress(OSError):
+            self._link.sendall(data)
+
+    def hear(self) -> bytes:
+        """What `main` has sent, waiting for it; nothing once it has ended."""
+        try:
+            return self._link.recv(64)
+        except OSError:
+            return b""
 
     def has_ended(self) -> bool:
         return self._popen.poll() is not None

@@ -22,6 +22,7 @@ from jaxllm.serve.parsers import OutputParser
 from jaxllm.serve.prompts import PromptEncoder
 from jaxllm.serve.protocol.base import GenerationBody, RequestMetrics, Usage
 from jaxllm.serve.protocol.responses import ResponsesRequest
+from jaxllm.serve.shared_metrics import SharedMetrics
 from jaxllm.serve.streams import EngineRequest, EngineStream
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Context:
         self.num_open = 0  # HTTP requests
         self.http_requests: dict[tuple[str, str, int], Counter] = {}  # by method, route and status
         self.is_stopping = False
+        self.shared_metrics: SharedMetrics | None = None  # if this is one of several servers
 
     def check_model(self, model: str | None) -> str:
         """The name that responses carry.
@@ -122,10 +124,9 @@ class Context:
         text = request.headers.get(ENGINE_HEADER)
         if text is None:
             return None
-        num_engines = self.engine.num_engines
-        if not (text.isascii() and text.isdecimal()) or int(text) >= num_engines:
-            raise bad_request(f"{ENGINE_HEADER} must be in [0, {num_engines - 1}], got {text!r}", ENGINE_HEADER)
-        return int(text)
+        if not (text.isascii() and text.isdecimal()):
+            raise bad_request(f"{ENGINE_HEADER} must be a number, got {text!r}", ENGINE_HEADER)
+        return int(text)  # the engine checks it
 
     def open(self, call: Call, requests: Sequence[EngineRequest]) -> EngineStream:
         """A stream of the engine's outputs, known to `abort` until it is closed."""

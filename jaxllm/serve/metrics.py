@@ -85,7 +85,13 @@ def metrics_page(context: "Context") -> str:
     """What GET /metrics answers."""
     labels = {"model_name": context.model_names[0], "engine": "0"}
     prefix = "vllm:" if context.args.vllm_metric_names else METRIC_PREFIX
-    return render([*engine_metrics(context), *server_metrics(context)], labels, prefix)
+    metrics = all_metrics(context)
+    return render(metrics if context.shared_metrics is None else context.shared_metrics.merged(metrics), labels, prefix)
+
+
+def all_metrics(context: "Context") -> list[Metric]:
+    """This server's own."""
+    return [*engine_metrics(context), *server_metrics(context)]
 
 
 class StatsLogger:

@@ -287,6 +287,24 @@ def test_command(tmp_path, capsys):
     assert "400" in capsys.readouterr().out
 
 
+def test_command_with_measured_step_times(tmp_path, capsys):
+    about = {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 128,
+        "block_size": 8,
+        "num_gpu_blocks_override": 65,
+    }
+    steps, trace, out = tmp_path / "steps.json", tmp_path / "trace.jsonl", tmp_path / "out.json"
+    steps.write_text(json.dumps(StepTable({2: (0.25, 0.0, 0.0)}, {64: (0.5, 0.0, 0.0)}, about).to_json()))
+    trace.write_text('{"timestamp": 1.0, "input_length": 10, "output_length": 3}\n')
+    flags = ["--step-table", str(steps), "--trace", str(trace), "--request-time", "0.125", "--output-json", str(out)]
+    assert main(["simulate", *flags]) == 0
+    assert "2 requests, 64 tokens a step, 65 blocks of 8" in capsys.readouterr().out
+    figures = json.loads(out.read_text())
+    assert (figures["mean_ttft_ms"], figures["mean_itl_ms"], figures["mean_e2el_ms"]) == (625, 250, 1125)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -18,8 +18,10 @@ from child_engine import ChildExecutor, is_alive
 from ray.cluster_utils import Cluster
 from toy_engine import expected_tokens, make_config
 
+from jaxllm.engine import ray_process
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.dp_client import DPLBAsyncMPClient
+from jaxllm.engine.errors import EngineStartError
 from jaxllm.serve.app import build_app
 from jaxllm.serve.args import ServeArgs
 from jaxllm.serve.context import Context
@@ -93,6 +95,12 @@ async def scenario(llm: AsyncLLM, seen: dict[str, Any]) -> None:
         made = await http.post("/scale", json={"data_parallel_size": 2})
         refused = await http.post("/scale", json={"data_parallel_size": 0})
     seen["http"] = [[made.status_code, made.json()], [refused.status_code, refused.json()["error"]["message"]]]
+    # There are four cores. What could be started is ended again, and nothing else changes.
+    ray_process.PLACEMENT_TIMEOUT_S = 2.0
+    try:
+        await llm.scale(6)
+    except EngineStartError as error:
+        seen["too_many"] = [str(error), llm.num_engines, len(client.pids)]
     again = await asyncio.gather(*(collect(stream(llm, [7, i], f"a{i}")) for i in range(2)))
     seen["again"] = [tokens_of(found) == expected_tokens([7, i], 5) for i, found in enumerate(again)]
 

@@ -15,7 +15,7 @@ from child_engine import PATIENCE_S, BrokenExecutor, ChildExecutor, DyingExecuto
 from toy_engine import expected_tokens, make_config
 from transformers import PreTrainedTokenizerFast
 
-from jaxllm.engine import dp_client
+from jaxllm.engine import engine_group
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.coordinator import CoordinatorProcess
 from jaxllm.engine.dp_client import DPLBAsyncMPClient
@@ -106,7 +106,6 @@ def test_both_engines_work(make_pair: Callable[..., AsyncLLM]) -> None:
         assert tokens_of(await kept) == expected_tokens([6], 30)
         await until(lambda: not client._engine_of, "the aborted requests to end")
         assert (client.num_unfinished(0), client.num_unfinished(1)) == (0, 0)
-        assert client.balancer.scores().min() >= 0
         for rank in (-1, 2):
             with pytest.raises(ValueError, match=r"data_parallel_rank must be in \[0, 1\], got"):
                 await collect(llm.generate([5], PARAMS, "r", data_parallel_rank=rank))
@@ -241,9 +240,9 @@ def test_requests_go_where_their_prefix_is(make_pair: Callable[..., AsyncLLM]) -
             assert await where([*prefixes[0], 6]) == (0, 24)
             assert await where([*prefixes[1], 6, 7]) == (1, 24)
             assert await where([*prefixes[2], 8]) == (1, 24)
-        # Another salt is another prefix, and what nobody has goes round.
-        assert {await where([*prefixes[0], 6], cache_salt="s") for _ in range(2)} != {(0, 0)}
-        assert {(await where([60 + i] * 12))[0] for i in range(4)} == {0, 1}
+        # Another salt is another prefix, and what nobody has goes round, sooner or later: snapshots may be old.
+        assert (await where([*prefixes[0], 6], cache_salt="s"))[1] == 0
+        assert {(await where([40 + i] * 12))[0] for i in range(30)} == {0, 1}
         # One that is overloaded gets no more.
         await set_step_time(llm, 0.02)
         tasks = [asyncio.create_task(collect(stream(llm, [*prefixes[0], i], str(i), max_tokens=9))) for i in range(40)]
@@ -280,7 +279,7 @@ def test_request_that_kills_engines_does_not_go_to_all_of_them(make_pair: Callab
 
 def test_engine_comes_back(make_pair: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is paused if the others are, gets requests again, and while no engine lives there is hope."""
-    monkeypatch.setattr(dp_client, "FIRST_RESTART_DELAY_S", 0.05)
+    monkeypatch.setattr(engine_group, "FIRST_RESTART_DELAY_S", 0.05)
     llm = make_pair(data_parallel_restart=True)
     client = client_of(llm)
 
@@ -336,6 +335,22 @@ def test_forgotten_client_ends_its_processes(tokenizer: PreTrainedTokenizerFast)
     pids = pids_of(llm)
     del llm
     wait_until(lambda: not any(map(is_alive, pids)), "the processes to end")
+
+
+def test_ranks_of_another_servers_engines(make_pair: Callable[..., AsyncLLM]) -> None:
+    llm = make_pair(data_parallel_start_rank=4)
+
+    async def main() -> None:
+        for rank in (4, 5, 5):
+            assert tokens_of(await collect(llm.generate([5], PARAMS, "r", data_parallel_rank=rank)))[-30:] == expected_tokens(
+                [5], 30
+            )
+        with pytest.raises(ValueError, match=r"data_parallel_rank must be in \[4, 5\], got 0"):
+            await collect(llm.generate([5], PARAMS, "r", data_parallel_rank=0))
+        found = {metric.labels["engine"]: metric.value for metric in llm.get_metrics() if metric.name == "jaxllm:prompt_tokens"}  # type: ignore[union-attr]
+        assert found == {"4": 1, "5": 2}
+
+    run(main())
 
 
 def test_offline_engine_refuses() -> None:

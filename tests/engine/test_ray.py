@@ -34,9 +34,11 @@ def test_one_to_three_to_one_engines_under_load_on_two_nodes():
     assert seen["left"] == [True, False, False]
     assert seen["second_scale"] == "data_parallel_size is changing already, got 2"
     # Of two requests that had begun, the one on the actor that was killed ended with an error.
-    assert seen["ends"] == ["EngineDeadError", "list"]
+    assert seen["ends"] == ["EngineLostError", "list"]
     assert "engine core 1's process was lost" in seen["death"]
     assert seen["http"] == [[200, {"data_parallel_size": 2}], [400, "data_parallel_size must be an integer of at least 1, got 0"]]
+    assert "found no node with {'CPU': 1.0} free in 2 s" in seen["too_many"][0]
+    assert seen["too_many"][1:] == [2, 2]
     assert seen["again"] == [True, True]
     assert seen["alive_after"] == [False, False]
 

@@ -77,6 +77,7 @@ def make_config(
     data_parallel_size: int = 1,
     data_parallel_restart: bool = False,
     data_parallel_routing: Any = "load",
+    data_parallel_start_rank: int = 0,
     data_parallel_backend: Any = "mp",
     **model: Any,
 ) -> EngineConfig:
@@ -100,6 +101,7 @@ def make_config(
             data_parallel_restart=data_parallel_restart,
             data_parallel_routing=data_parallel_routing,
             data_parallel_backend=data_parallel_backend,
+            data_parallel_start_rank=data_parallel_start_rank,
         ),
         log_stats=log_stats,
         stream_interval=stream_interval,
