@@ -58,7 +58,7 @@ def plan_attention(
         tile=config.tile,
         slots=config.decode_slots,
         min_tiles=config.min_tiles,
-        queries_per_block=2 * config.queries_per_warpgroup,
+        queries_per_block=config.prefill_consumers * config.queries_per_warpgroup,
     )
 
 

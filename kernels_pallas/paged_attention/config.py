@@ -19,12 +19,14 @@ class MosaicConfig:
         decode_stages, prefill_stages: tiles of K, and of V, that a block has in flight.
         decode_slots: work items a KV head that fill the device; a call with that many or more rows has an item a row.
         min_tiles: fewest tiles worth an item of their own.
-        queries_per_warpgroup: queries of a prefill block that one of its two consumer warpgroups works on.
+        prefill_consumers: warpgroups of a prefill block that compute.
+        queries_per_warpgroup: queries of a prefill block that one of these works on.
     """
 
     tile: int
     decode_stages: int
     prefill_stages: int
+    prefill_consumers: int
     decode_slots: int
     min_tiles: int
     queries_per_warpgroup: int
@@ -44,7 +46,8 @@ def mosaic_config(group: int, num_kv_heads: int, head_dim: int, platform: str) -
     return MosaicConfig(
         tile=64,
         decode_stages=4 if head_dim <= 64 else 2,
-        prefill_stages=3 if head_dim <= 128 else 1,
+        prefill_stages=3 if head_dim <= 128 else 2,
+        prefill_consumers=2 if head_dim <= 128 else 1,
         decode_slots=2 if platform == "cpu" else max(1, 2 * 132 // num_kv_heads),
         min_tiles=1 if platform == "cpu" else 4,
         queries_per_warpgroup=TILE_ROWS // group,

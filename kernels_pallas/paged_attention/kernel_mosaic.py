@@ -3,8 +3,8 @@
         pages of the cache --TMA--> ring of tiles of K, ring of tiles of V --wgmma--> scores, weights, sums in registers
         producer warpgroup          full / free barriers a tile                      consumer warpgroup(s)
 
-The softmax is the online one (Milakov and Gimelshein, 2018, arXiv 1805.02867), in powers of 2. Tiles that every query sees whole
-take no mask; those at the edge of causality, window or row do.
+A span is worked on from its last tile to its first. The softmax is the online one (Milakov and Gimelshein, 2018, arXiv
+1805.02867), in powers of 2. Tiles that every query sees whole take no mask; those at the edge of causality, window or row do.
 
 Each synchronisation is a statement on a line of its own: the tests remove them one at a time.
 """
@@ -88,7 +88,7 @@ def load_tiles(kv_ref: Any, table_ref: Any, head: jax.Array, ring: Ring, span: S
     @pl.loop(0, span.num_tiles)
     def _(step: jax.Array) -> None:
         slot = lax.rem(step, jnp.int32(stages))
-        first = (span.first_tile + step) * pages
+        first = (span.first_tile + span.num_tiles - 1 - step) * pages
         blocks = [table_ref[jnp.minimum(first + page, last)] for page in range(pages)]
         for plane, tiles, full, free in ((0, ring.k_ref, ring.k_full, ring.k_free), (1, ring.v_ref, ring.v_full, ring.v_free)):
 
@@ -107,7 +107,7 @@ def attend(
     span: Span,
     options: Options,
     *,
-    query_of_row: Callable[[jax.Array], jax.Array],
+    query_of_row: Callable[[jax.Array], jax.Array] | None,
     start: tuple[jax.Array, jax.Array] | None,
     wipe: Callable[[Callable[[], None]], None],
     interpret: Interpret,
@@ -116,9 +116,9 @@ def attend(
 
     Args:
         q_ref: [64, D] in shared memory.
-        query_of_row: rows int32 [64, tile] -> positions of their queries.
+        query_of_row: rows int32 [64, tile] -> positions of their queries; None where all rows are of one query.
         start: float32 [64] each: largest logit (of powers of 2) and sum of the weights so far; None for none.
-        wipe: called where the tile reaches beyond the row, with a function that makes the values there 0.
+        wipe: called if the last tile reaches beyond the row, with a function that makes the values there 0.
 
     Returns:
         float32: weighted sums [64, D], largest logits [64] and sums of weights [64].
@@ -126,21 +126,22 @@ def attend(
     stages, tile, head_dim = ring.k_ref.shape
     cap, window = options.logit_soft_cap, options.sliding_window
     factor = options.scale * LOG2_E if cap is None else 1.0
+    stop_tile = span.first_tile + span.num_tiles
+    # Whether the row ends inside the first tile worked on. What lies behind its end may be NaN, which a weight of 0 does not
+    # undo; it is wiped here, before the loops, while hardly any registers are in use.
+    ragged = stop_tile * tile > span.num_tokens
+
+    @pl.when(ragged)
+    def _() -> None:
+        plgpu.barrier_wait(ring.v_full.at[0])
+        wipe(partial(_wipe, ring.v_ref.at[0], span.num_tokens - (stop_tile - 1) * tile))
 
     def body(step: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
         acc, best, total = carry
         slot = lax.rem(step, jnp.int32(stages))
-        first_key = (span.first_tile + step) * tile
+        first_key = (stop_tile - 1 - step) * tile
         has_successor = step + stages < span.num_tiles
         plgpu.barrier_wait(ring.k_full.at[slot])
-        if masked:
-            # A weight of 0 does not undo a NaN. Done first, while few registers are in use.
-            plgpu.barrier_wait(ring.v_full.at[slot])
-
-            @pl.when(first_key + tile > span.num_tokens)
-            def _() -> None:
-                wipe(partial(_wipe, ring.v_ref.at[slot], span.num_tokens - first_key))
-
         scores = product_with_transposed(q_ref, ring.k_ref.at[slot], interpret)
 
         @pl.when(has_successor)
@@ -151,7 +152,9 @@ def attend(
             scores = jnp.tanh(scores * (options.scale / cap)) * (cap * LOG2_E)
         if masked:
             keys = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS, tile), 1, layout=LAYOUT) + first_key
-            queries = query_of_row(plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS, tile), 0, layout=LAYOUT))
+            queries = span.highest
+            if query_of_row is not None:
+                queries = query_of_row(plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS, tile), 0, layout=LAYOUT))
             seen = keys <= queries
             if window is not None:
                 seen = seen & (keys > queries - window)
@@ -161,7 +164,12 @@ def attend(
         keep = jnp.exp2(best - new_best)
         total = total * keep + weights.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
-        if not masked:
+        if masked:
+
+            @pl.when((step > 0) | ~ragged)
+            def _() -> None:
+                plgpu.barrier_wait(ring.v_full.at[slot])
+        else:
             plgpu.barrier_wait(ring.v_full.at[slot])
         acc = add_product(acc, weights.astype(ring.v_ref.dtype), ring.v_ref.at[slot], interpret)
 
@@ -177,16 +185,17 @@ def attend(
         total = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), jnp.float32), LAYOUT.reduce(1))
     else:
         best, total = start
-    # Tiles from whole_start to whole_stop are seen whole by every query.
-    whole_stop = jnp.clip(lax.div(span.lowest + 1, jnp.int32(tile)) - span.first_tile, 0, span.num_tiles)
-    carry = (acc, best, total)
-    whole_start = jnp.int32(0)
+    # Steps from whole_start to whole_stop have tiles that every query sees whole.
+    whole_start = jnp.clip(stop_tile - lax.div(span.lowest + 1, jnp.int32(tile)), 0, span.num_tiles)
+    whole_stop = span.num_tiles
     if window is not None:
         left = jnp.maximum(span.highest - window + 1, 0)
-        whole_start = jnp.clip(lax.div(left + (tile - 1), jnp.int32(tile)) - span.first_tile, 0, whole_stop)
-        carry = lax.fori_loop(0, whole_start, partial(body, masked=True), carry)
+        whole_stop = jnp.clip(stop_tile - lax.div(left + (tile - 1), jnp.int32(tile)), whole_start, span.num_tiles)
+    carry = lax.fori_loop(0, whole_start, partial(body, masked=True), (acc, best, total))
     carry = lax.fori_loop(whole_start, whole_stop, partial(body, masked=False), carry)
-    return lax.fori_loop(whole_stop, span.num_tiles, partial(body, masked=True), carry)
+    if window is not None:
+        carry = lax.fori_loop(whole_stop, span.num_tiles, partial(body, masked=True), carry)
+    return carry
 
 
 def _wipe(v_ref: Any, num_filled: jax.Array) -> None:

@@ -40,6 +40,7 @@ def decode_parts(
     work: jax.Array,
     *,
     group: int,
+    single_query: bool,
     tile: int,
     stages: int,
     options: Options,
@@ -51,6 +52,7 @@ def decode_parts(
         q: [R, K, M, D], row m holds the KV head's head m % group of the row's query m // group; M a multiple of 8, at most 64.
         kv_cache, block_tables, seq_lens: as in `paged_attention`.
         work: int32 [W, 4], of an `AttentionPlan`.
+        single_query: every row has one query.
 
     Returns:
         float32 [W, K, M, D] and, as logarithms to base 2, [W, K, M]; anything for idle items.
@@ -78,7 +80,7 @@ def decode_parts(
                 ring,
                 span,
                 options,
-                query_of_row=lambda rows: lowest + lax.div(rows, jnp.int32(group)),
+                query_of_row=None if single_query else lambda rows: lowest + lax.div(rows, jnp.int32(group)),
                 start=None,
                 wipe=lambda wipe: wipe(),
                 interpret=interpret,

@@ -1,7 +1,7 @@
 """Prefill attention in Mosaic GPU: blocks of one row's queries, causal, over the row's pages.
 
-A block takes up to 128 rows (queries times the query heads that share a KV head) for two consumer warpgroups, which share the
-tiles of K and V that a producer warpgroup loads.
+A block takes 64 rows (queries times the query heads that share a KV head) for each of its two consumer warpgroups, which share
+the tiles of K and V that a producer warpgroup loads. With D = 256 there is one consumer, for the registers.
 
     block (b, k):  producer warpgroup      pages of the row ──TMA──> ring of K and V tiles
                    consumer warpgroup 0    q, first half  ──┐
@@ -21,9 +21,7 @@ from kernels_pallas.paged_attention.config import TILE_ROWS
 from kernels_pallas.paged_attention.kernel_mosaic import LAYOUT, LOG2_E, Ring, Span, attend, load_tiles, ring_scratch, tiling
 from kernels_pallas.paged_attention.reference import Options
 
-CONSUMERS = 2
-PRODUCER = 2
-# Registers of a thread: three warpgroups of 128 threads share 65536.
+# Registers of a thread where there are three warpgroups of 128 threads, which share 65536.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
@@ -38,6 +36,7 @@ def prefill_rows(
     *,
     group: int,
     queries_per_warpgroup: int,
+    consumers: int,
     tile: int,
     stages: int,
     options: Options,
@@ -50,6 +49,7 @@ def prefill_rows(
         kv_cache, block_tables, seq_lens, query_start_loc: as in `paged_attention`.
         blocks: int32 [Q, 2], `prefill_blocks` of an `AttentionPlan`.
         sinks: float32 [K, group] or None.
+        consumers: warpgroups that compute, 1 or 2; with 2 a thread has 168 registers to start with, with 1 it has 255.
 
     Returns:
         As q; anything for tokens of rows that are in no block.
@@ -70,7 +70,7 @@ def prefill_rows(
         first_token, num_tokens = starts_ref[row], lens_ref[row]
         num_queries = starts_ref[row + 1] - first_token
         lowest = num_tokens - num_queries + first_query
-        highest = lowest + (CONSUMERS * queries_per_warpgroup - 1)
+        highest = lowest + (consumers * queries_per_warpgroup - 1)
         first_key = jnp.int32(0)
         if options.sliding_window is not None:
             first_key = jnp.maximum(lowest - options.sliding_window + 1, 0)
@@ -79,9 +79,10 @@ def prefill_rows(
         span = Span(first_tile, stop_tile - first_tile, lowest, highest, num_tokens)
         busy = first_query >= 0
 
-        @pl.when((warpgroup < CONSUMERS) & busy)
+        @pl.when((warpgroup < consumers) & busy)
         def _() -> None:
-            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            if consumers == 2:
+                plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             own_query = first_query + warpgroup * queries_per_warpgroup
             # The second warpgroup may have no queries; it keeps step with the first on the row's own memory.
             place = (first_token + own_query) * group
@@ -103,6 +104,9 @@ def prefill_rows(
 
             def wipe(wipe_tile: Callable[[], None]) -> None:
                 """One warpgroup does it, the other waits. It happens once: only the last tile reaches beyond the row."""
+                if consumers == 1:
+                    wipe_tile()
+                    return
 
                 @pl.when(warpgroup == 0)
                 def _() -> None:
@@ -140,23 +144,24 @@ def prefill_rows(
 
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when((warpgroup == PRODUCER) & busy)
+        @pl.when((warpgroup == consumers) & busy)
         def _() -> None:
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            if consumers == 2:
+                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             load_tiles(kv_ref, tables_ref.at[row], head, ring, span)
 
     tiled = tiling(head_dim, dtype)
     scratch = [
-        plgpu.SMEM((CONSUMERS, TILE_ROWS, head_dim), dtype, transforms=tiled),
-        plgpu.SMEM((CONSUMERS, TILE_ROWS, head_dim), dtype),
+        plgpu.SMEM((consumers, TILE_ROWS, head_dim), dtype, transforms=tiled),
+        plgpu.SMEM((consumers, TILE_ROWS, head_dim), dtype),
         plgpu.SMEM((stages, tile, head_dim), dtype, transforms=tiled),
-        *ring_scratch(stages, tile, block_size, head_dim, dtype, consumers=CONSUMERS),
-        plgpu.Barrier(num_barriers=CONSUMERS),
+        *ring_scratch(stages, tile, block_size, head_dim, dtype, consumers=consumers),
+        plgpu.Barrier(num_barriers=consumers),
         plgpu.Barrier(),
     ]
     operands = [blocks, query_start_loc, seq_lens, block_tables]
     if sinks is not None:
-        scratch += [plgpu.SMEM((CONSUMERS, TILE_ROWS), jnp.float32), plgpu.Barrier(num_barriers=CONSUMERS)]
+        scratch += [plgpu.SMEM((consumers, TILE_ROWS), jnp.float32), plgpu.Barrier(num_barriers=consumers)]
         operands.append(sinks[:, jnp.arange(TILE_ROWS) % group])
     return plgpu.kernel(
         kernel,
@@ -164,7 +169,7 @@ def prefill_rows(
         scratch_types=scratch,
         grid=(blocks.shape[0], num_kv_heads),
         grid_names=("block", "head"),
-        num_threads=CONSUMERS + 1,
+        num_threads=consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
