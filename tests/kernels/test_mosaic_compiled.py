@@ -50,6 +50,7 @@ def test_decode(head_dim: int, group: int, block_size: int, window: int | None):
 @pytest.mark.parametrize(("head_dim", "group", "block_size", "window"), [(128, 4, 32, None), (64, 8, 16, 4096)])
 def test_mixed(head_dim: int, group: int, block_size: int, window: int | None):
     kernels = compiled(False, head_dim, group, block_size, window)
-    assert len(kernels) == 2  # the decode rows' and the chunks'
-    assert [kernel.spill_bytes for kernel in kernels] == [0, 0]
+    # The decode rows' and the chunks'. Where jax compiles both at a time (0.12 does), one listing may replace the other.
+    assert 1 <= len(kernels) <= 2
+    assert not any(kernel.spill_bytes for kernel in kernels)
     assert all(kernel.shared_bytes <= 227 * KIB for kernel in kernels)
