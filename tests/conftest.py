@@ -1,4 +1,7 @@
-"""The tests run on the CPU. What they need of a GPU is compiled for a description of one (marker `aot`)."""
+"""What every test module shares.
+
+The tests run on the CPU. What they need of a GPU is compiled for a description of one (marker `aot`).
+"""
 
 import ctypes
 import gc

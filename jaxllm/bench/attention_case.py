@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.paged_attention import Call
+
 
 @dataclass(frozen=True)
 class AttentionCase:
@@ -54,6 +56,12 @@ class AttentionCase:
             num_decodes=jnp.int32(num_decodes),
             decode_only=num_decodes == len(num_queries),
         )
+
+    @property
+    def shapes(self) -> Call:
+        """What an implementation goes by."""
+        _, _, num_kv_heads, block_size, head_dim = self.kv_cache.shape
+        return Call(self.q.shape[1], num_kv_heads, head_dim, block_size, str(self.q.dtype))
 
     def call(
         self, function: Callable[..., jax.Array], implementation: str, window: int | None, q: jax.Array, kv_cache: jax.Array

@@ -24,6 +24,7 @@ from jaxllm.bench import gpu_engine
 from jaxllm.bench.attention_case import AttentionCase
 from jaxllm.engine.cli_args import ArgumentParser
 from kernels_pallas.paged_attention import IMPLEMENTATIONS, paged_attention
+from kernels_pallas.paged_attention.implementations import choose_implementation
 
 PROG = "python -m jaxllm.bench.gpu"
 BUDGET_SECONDS = 540.0
@@ -130,10 +131,17 @@ def _seconds_of_update(function: Callable[[jax.Array], jax.Array], x: jax.Array,
     return best / times
 
 
-def implementations() -> list[str]:
-    """The attention kernels that run on the default device."""
-    platform = jax.default_backend()
-    return [name for name, platforms in IMPLEMENTATIONS.items() if not platforms or platform in platforms]
+def implementations(case: AttentionCase) -> list[str]:
+    """The attention kernels that can serve a case on the default device; on a CPU none but the reference is quick enough."""
+    if jax.default_backend() == "cpu":
+        return ["reference"]
+    found = []
+    for name in IMPLEMENTATIONS:
+        try:
+            found.append(choose_implementation(name, case.shapes))
+        except ValueError as error:
+            print(f"  {name} is left out: {error}", flush=True)
+    return found
 
 
 def check_kernels(run: Run, rows: list[dict[str, Any]]) -> None:
@@ -150,7 +158,7 @@ def check_kernels(run: Run, rows: list[dict[str, Any]]) -> None:
             expected = case.in_float64(window)
             row: dict[str, Any] = {"block_size": block_size, "D": head_dim, "K": kv_heads, "group": group, "window": window}
             row["decode"] = decode
-            for name in implementations():
+            for name in implementations(case):
                 run.check_time()
                 got = case.attend(paged_attention, name, window)
                 row[name] = float(np.abs(np.asarray(got, np.float64)[: len(expected)] - expected).max())
@@ -191,7 +199,7 @@ def measure_decode(run: Run, rows: list[dict[str, Any]]) -> None:
         row: dict[str, Any] = {"requests": requests, "context": context, "K": kv_heads, "group": group}
         row |= {"block_size": block_size, "kv_mb": num_bytes / 1e6}
         rows.append(row)
-        for name in implementations():
+        for name in implementations(case):
             run.check_time()
             attend = functools.partial(case.call, paged_attention, name, None)
             seconds = seconds_of(attend, case.q, case.kv_cache, times=1 if run.smoke else 10, repeats=1 if run.smoke else 5)
@@ -208,7 +216,7 @@ def measure_prefill(run: Run, rows: list[dict[str, Any]]) -> None:
         row: dict[str, Any] = {"requests": requests, "new": new, "context": context, "block_size": block_size}
         rows.append(row)
         timing = {"times": 1 if run.smoke else 4, "repeats": 1 if run.smoke else 3}
-        for name in implementations():
+        for name in implementations(case):
             run.check_time()
             attend = functools.partial(case.call, paged_attention, name, None)
             row[f"{name}_tflops"] = flops / seconds_of(attend, case.q, case.kv_cache, **timing) / 1e12

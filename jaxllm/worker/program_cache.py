@@ -37,7 +37,7 @@ def step_options(platform: str) -> CompilerOptions | None:
 
     On a GPU loops go into the command buffer too, so that a step is one launch. Outside of it the host would wait at every loop
     and conditional (the sampler's, for one) until the device has come there, and no step could be dispatched before the end of
-    the last.
+    the last. A kernel that is fused with the slices of its operands would be outside too.
 
     Rematerialization is off: a KV cache that fills the memory is more than XLA lets arguments be (80 % of the device), so it
     would compute over and over what it need not, and take minutes to find out that this does not help.
@@ -46,6 +46,7 @@ def step_options(platform: str) -> CompilerOptions | None:
         return None
     options: CompilerOptions = {
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
+        "xla_gpu_enable_dynamic_slice_fusion": False,
         "xla_disable_hlo_passes": "rematerialization",
     }
     flags = os.environ.get("XLA_FLAGS", "")

@@ -17,7 +17,7 @@ def make_worker(
     num_blocks: int = 4096,
     target: str = "h200",
     max_num_seqs: int = 256,
-    attention_backend: str = "reference",
+    attention_backend: str = "mosaic",
 ) -> AbstractWorker:
     """A worker of a known model that is ready to compile steps; `num_layers` of them, by default all."""
     decoder = DecoderConfig.from_hf(KNOWN_MODELS[model])

@@ -117,6 +117,9 @@ ptxas info    : Used 24 registers
 def test_what_the_assembler_says(tmp_path: Path):
     assert parse_ptxas(PTXAS) == [KernelResources("decode", 128, 40, 1024), KernelResources("merge", 24, 0, 0)]
     assert mosaic_resources(tmp_path) == []
+    (tmp_path / "kernel_0.ptxas").write_text(PTXAS)
+    (tmp_path / "kernel_0.mlir-passes.log").write_text("module attributes {smem_bytes = 84040 : i32} {")
+    assert [kernel.shared_bytes for kernel in mosaic_resources(tmp_path)] == [1024 + 84040, 84040]
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
