@@ -76,6 +76,13 @@ def test_unknown_argument_names_the_nearest(model):
         ({"logprobs_mode": "cooked"}, "logprobs_mode must be one of"),
         ({"max_logprobs": -2}, "max_logprobs must be an integer of at least -1, got -2"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer of at least 1, got 0"),
+        ({"pipeline_parallel_size": 99}, "pipeline_parallel_size 99 is greater than the model's [0-9]+ layers"),
+        (
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+            "pipeline_parallel_size 2 needs distributed_executor_backend 'uni', got 'mp'",
+        ),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel needs a model with experts; [A-Za-z0-9]+ has none"),
         ({"compile_sizes": [0]}, "compile_sizes must be an integer of at least 1, got 0"),
         ({"hf_overrides": {"architectures": ["GPT2LMHeadModel"]}}, "architecture 'GPT2LMHeadModel' is not supported"),
     ],

@@ -15,6 +15,8 @@ COMMANDS = {
     "sweep": "do so over a grid of rates, concurrencies and batch limits; find the best point and the knee",
     "throughput": "many requests to the engine itself, without a server",
     "latency": "one batch to the engine itself, again and again",
+    "simulate": "thousands of engines on a virtual clock: the real scheduler and load balancer, without a device",
+    "measure-steps": "step times of the engine on this machine, for simulate",
     "startup": "the phases of an engine's start, with and without compiled programs",
     "trace": "what the folder of --profile says: the stages of the steps and the device's idle gaps",
 }
@@ -72,6 +74,16 @@ def _add_command(name: str, parser: ArgumentParser, flags: Sequence[str]) -> Cal
 
         trace.add_trace_args(parser)
         return trace.run
+    if name == "simulate":
+        from jaxllm.bench import simulate
+
+        simulate.add_simulate_args(parser)
+        return simulate.run
+    if name == "measure-steps":
+        from jaxllm.bench import measure_steps
+
+        measure_steps.add_measure_steps_args(parser)
+        return measure_steps.run
     from jaxllm.bench import offline
 
     (offline.add_throughput_args if name == "throughput" else offline.add_latency_args)(parser)

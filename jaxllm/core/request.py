@@ -40,6 +40,18 @@ _FINISH_REASONS = {
 }
 
 
+def block_extras(request: EngineCoreRequest) -> tuple[bytes, bytes]:
+    """What enters the hash of the first block, and of the others, beside tokens."""
+    return encode_extra_keys(request.extra_keys, request.cache_salt), encode_extra_keys(request.extra_keys, None)
+
+
+def prompt_block_hashes(request: EngineCoreRequest, block_hasher: BlockHasher) -> list[bytes]:
+    """Of the full blocks of its prompt, in order."""
+    hashes: list[bytes] = []
+    block_hasher.extend(hashes, request.prompt_token_ids, *block_extras(request))
+    return hashes
+
+
 class Request:
     """A request inside the engine core.
 
@@ -133,8 +145,7 @@ class Request:
 
         self.block_hasher = block_hasher
         self.block_hashes: list[bytes] = []
-        self._first_block_extra = encode_extra_keys(request.extra_keys, request.cache_salt)
-        self._later_block_extra = encode_extra_keys(request.extra_keys, None)
+        self._first_block_extra, self._later_block_extra = block_extras(request)
         self._next_block_end = sys.maxsize
         if block_hasher is not None:
             self._hash_full_blocks(block_hasher)

@@ -25,6 +25,7 @@ class _Step:
 
     Attributes:
         token_budget: tokens that may still be scheduled.
+        max_rows: most requests.
         max_tokens_per_request: most tokens of one request.
         running: requests scheduled from the running list, in order.
         admitted: requests scheduled from the queue, in order.
@@ -34,6 +35,7 @@ class _Step:
     """
 
     token_budget: int
+    max_rows: int
     max_tokens_per_request: int
     timestamp: float
     running: list[Request] = field(default_factory=list)
@@ -108,6 +110,8 @@ class Scheduler:
         # Ended requests whose last steps are still in flight, with the number of these.
         self._num_orphaned_steps: dict[str, int] = {}
         self._num_preemptions = 0
+        # Running requests that the next step must pass over.
+        self._held_back: set[str] = set()
 
     def add_request(self, request: Request, timestamp: float = 0.0) -> None:
         """Queue a request.
@@ -145,6 +149,8 @@ class Scheduler:
         config = self.config
         step = _Step(
             token_budget=config.max_num_batched_tokens,
+            # The stages of a pipeline work on different requests, so each step leaves some for the others.
+            max_rows=-(-min(len(self.requests), config.max_num_seqs) // config.num_pipeline_stages),
             # Long prefills are cut short for the sake of the other requests, if there are any.
             max_tokens_per_request=(config.long_prefill_token_threshold if len(self.requests) > 1 else 0)
             or config.max_num_batched_tokens + self.max_model_len,
@@ -166,7 +172,7 @@ class Scheduler:
         max_num_computed_tokens = self.max_model_len - 1
         running = self.running
         index = 0
-        while index < len(running) and step.token_budget > 0:
+        while index < len(running) and step.token_budget > 0 and len(step.num_scheduled_tokens) < step.max_rows:
             request = running[index]
             num_placeholders = request.num_output_placeholders
             num_tokens = len(request.all_token_ids) + num_placeholders
@@ -181,7 +187,7 @@ class Scheduler:
             # these are the last ones; their values are not needed. A request that they end otherwise ends all the same.
             num_certain = 1 if num_lookahead_tokens else num_placeholders
             is_ending = num_placeholders and request.num_output_tokens + num_certain >= request.max_tokens
-            if num_new_tokens <= 0 or is_ending:
+            if num_new_tokens <= 0 or is_ending or request.request_id in self._held_back:
                 index += 1
                 continue
 
@@ -213,7 +219,10 @@ class Scheduler:
     def _schedule_waiting(self, step: _Step) -> None:
         manager, waiting = self.kv_cache_manager, self.waiting
         skipped: list[Request] = []
-        while waiting and step.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
+        num_scheduled_tokens, max_num_seqs = step.num_scheduled_tokens, self.config.max_num_seqs
+        while (
+            waiting and step.token_budget > 0 and len(self.running) < max_num_seqs and len(num_scheduled_tokens) < step.max_rows
+        ):
             request = waiting.peek()
             if request.num_steps_in_flight:
                 # Preempted while a step of it was under way. It can only be resumed with all its tokens known.

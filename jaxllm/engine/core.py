@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.async_scheduler import AsyncScheduler
+from jaxllm.core.kv_events import KVEventLog, KVEvents
 from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.core.request import Request, RequestStatus
 from jaxllm.core.scheduler import Scheduler
@@ -53,7 +54,8 @@ class EngineCore:
         self.queued_aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         # Steps that were started and not read yet, the oldest first, with when that was and the seconds that scheduling took.
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float, float]] = deque()
-        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+        # One for each stage of the pipeline; and one that waits for the first stage, so that it never waits for the host.
+        self._max_in_flight = config.parallel.pipeline_parallel_size + config.scheduler.async_scheduling
         self._undelivered: dict[int, EngineCoreOutputs] = {}
         # While it drains before a pause: what is to be done at the end, and the requests that came since.
         self._drain_actions: list[tuple[Callable[[], None], Future[None]]] = []
@@ -67,6 +69,8 @@ class EngineCore:
             if config.scheduler.num_decode_steps > 1 and config.scheduler.max_itl is not None:
                 self._pace = DecodePace(config.scheduler.max_itl, config.scheduler.num_decode_steps)
                 self.scheduler.max_decode_steps = self._pace.num_steps
+            self._kv_events = KVEventLog() if config.parallel.data_parallel_routing == "prefix" else None
+            self.scheduler.kv_cache_manager.block_pool.events = self._kv_events
         except BaseException:
             self.executor.shutdown()
             raise
@@ -199,6 +203,11 @@ class EngineCore:
                 outputs_of += late.outputs
                 finished_requests |= late.finished_requests or set()
 
+    def fail(self, error: BaseException) -> None:
+        """The executor cannot go on, of which no step has told yet."""
+        if self.failure is None:
+            self.failure = error
+
     def check_alive(self) -> None:
         """Raise EngineDeadError if a step has failed."""
         if self.failure is not None:
@@ -219,12 +228,21 @@ class EngineCore:
         undelivered, self._undelivered = self._undelivered, {}
         return undelivered
 
+    def take_kv_events(self) -> KVEvents | None:
+        """What the prefix cache has gained and lost since the last time; None if nothing, or nobody wants to know."""
+        return None if self._kv_events is None else self._kv_events.take()
+
     def abort_all(self) -> None:
         """End every request with the reason "abort", of which the front ends are told; see `take_undelivered`."""
         held, self._held = self._held, []
         for request in (*self.scheduler.requests.values(), *held):
             self._tell_ended(request, EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT))
         self.scheduler.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED)
+
+    def abort_front_end(self, client_index: int) -> None:
+        """End every request of a front end that is gone."""
+        requests = (*self.scheduler.requests.values(), *self._held)
+        self.abort_requests([request.request_id for request in requests if request.client_index == client_index])
 
     def _tell_ended(self, request: Request, output: EngineCoreOutput | None = None) -> None:
         """Let the front end know, with `take_undelivered`, that a request has ended."""

@@ -42,7 +42,7 @@ class LLMEngine:
     """
     Args:
         tokenizer: None to take and give token ids only.
-        executor_class: by default `Executor.get_class()`.
+        executor_class: by default the one that the configuration names.
         multiprocess: run the engine core in a process of its own, which imports `executor_class` from its module.
 
     Raises:
@@ -65,10 +65,17 @@ class LLMEngine:
         self.metrics = EngineMetrics(config.model.max_model_len) if config.log_stats else None
         self.admission = AdmissionControl(config, self.output_processor, self.metrics)
         self.engine_core: EngineCoreClient
+        if config.parallel.data_parallel_backend != "mp":
+            raise ValueError(f"data_parallel_backend must be 'mp' here, got {config.parallel.data_parallel_backend!r}")
+        if config.parallel.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size must be 1 here, got {config.parallel.data_parallel_size}: several engines are for servers "
+                "(`python -m jaxllm.serve`, AsyncLLM); offline, start a process with an LLM for each share of the prompts"
+            )
         if multiprocess:
             self.engine_core = SyncMPClient(config, executor_class, config.log_stats)
         else:
-            self.engine_core = InprocClient(config, executor_class or Executor.get_class(), config.log_stats)
+            self.engine_core = InprocClient(config, executor_class or Executor.get_class(config), config.log_stats)
         self._trace = open_trace(config.profile_dir, "front end")
 
     @classmethod

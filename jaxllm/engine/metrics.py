@@ -215,9 +215,10 @@ class EngineMetrics:
 
     Args:
         max_model_len: bounds the histograms of token counts.
+        labels: of all metrics.
     """
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, **labels: str) -> None:
         def counter(name: str, documentation: str, **labels: str) -> Counter:
             return Counter(METRIC_PREFIX + name, documentation, labels=labels)
 
@@ -280,6 +281,8 @@ class EngineMetrics:
         self.prefill_kv_computed_tokens = histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were computed, not cached.", lengths
         )
+        for metric in self.snapshot():
+            metric.labels = {**labels, **metric.labels}
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
         """Add one step."""

@@ -85,7 +85,13 @@ def metrics_page(context: "Context") -> str:
     """What GET /metrics answers."""
     labels = {"model_name": context.model_names[0], "engine": "0"}
     prefix = "vllm:" if context.args.vllm_metric_names else METRIC_PREFIX
-    return render([*engine_metrics(context), *server_metrics(context)], labels, prefix)
+    metrics = all_metrics(context)
+    return render(metrics if context.shared_metrics is None else context.shared_metrics.merged(metrics), labels, prefix)
+
+
+def all_metrics(context: "Context") -> list[Metric]:
+    """This server's own."""
+    return [*engine_metrics(context), *server_metrics(context)]
 
 
 class StatsLogger:
@@ -107,11 +113,15 @@ class StatsLogger:
                 logger.info(line)
 
     def _totals(self) -> dict[str, float]:
-        return {
-            metric.name.removeprefix(METRIC_PREFIX): metric.value
-            for metric in engine_metrics(self.context)
-            if isinstance(metric, Counter | Gauge) and not metric.labels
-        }
+        """Of all engines together; of the KV cache their mean."""
+        totals: dict[str, float] = {}
+        for metric in engine_metrics(self.context):
+            if isinstance(metric, Counter | Gauge) and not metric.labels.keys() - {"engine"}:
+                name = metric.name.removeprefix(METRIC_PREFIX)
+                totals[name] = totals.get(name, 0.0) + metric.value
+        if "kv_cache_usage_perc" in totals:
+            totals["kv_cache_usage_perc"] /= self.context.engine.num_engines
+        return totals
 
     def line(self) -> str | None:
         """What happened since the last one; None if nothing did, twice in a row."""

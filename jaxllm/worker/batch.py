@@ -94,12 +94,16 @@ class BatchLayout:
     def empty(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """A batch of nothing but padding: the vector, and a view of each field of it to write to."""
         vector = np.zeros(self.size, np.int32)
-        fields = {name: vector[place] for name, place in self._places.items()}
+        fields = self.fields(vector)
         fields["rows"][:] = self.max_num_rows
         fields["sampled_rows"][:] = self.max_num_rows
         fields["last_token_index"][:] = self.bucket.num_tokens
         fields["table_index"][:] = self.num_groups * self.max_num_rows * self.max_blocks
         return vector, fields
+
+    def fields(self, vector: np.ndarray) -> dict[str, np.ndarray]:
+        """A view of each field of a batch on the host."""
+        return {name: vector[place] for name, place in self._places.items()}
 
     def unpack(self, vector: jax.Array) -> Batch:
         """Inside jit."""

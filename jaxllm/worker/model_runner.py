@@ -20,7 +20,8 @@ from jaxllm.worker.buckets import Bucket, Buckets
 from jaxllm.worker.compile_cache import CompileCounter, compile_all
 from jaxllm.worker.input_batch import InputBatch
 from jaxllm.worker.kv_cache import abstract_kv_caches, allocate_kv_caches, max_blocks_per_request
-from jaxllm.worker.program_cache import ProgramCache
+from jaxllm.worker.processes import replicate
+from jaxllm.worker.program_cache import ProgramCache, step_options
 from jaxllm.worker.prompt_logprobs import PromptChunk, PromptLogprobs
 from jaxllm.worker.row_state import NewRow
 from jaxllm.worker.step import KVCaches, StepOptions, StepOutput, Weights, make_step
@@ -127,18 +128,24 @@ class ModelRunner:
         self.config, self.graph, self.weights, self.buckets = config, graph, weights, buckets
         self.kv_cache_config = kv_cache_config
         self.max_num_seqs = config.scheduler.max_num_seqs
-        self.vocab_size = config.model.decoder.vocab_size
+        self.vocab_size = graph.vocab_size
         self.max_blocks = max_blocks_per_request(config.model.max_model_len, config.cache.block_size)
         self.num_groups = len(kv_cache_config.groups)
+        self.num_arrays = kv_cache_config.num_arrays
         self.replicated = sharding_of(mesh, ())
         self.kv_sharding = sharding_of(mesh, KV_CACHE_AXES)
-        self.options = StepOptions(config.model.max_logprobs, config.model.logprobs_mode, rows_per_group)
+        max_logprobs = config.model.max_logprobs if config.model.max_logprobs != -1 else config.model.decoder.vocab_size
+        sampling_mesh = mesh if mesh.size > 1 else None
+        self.options = StepOptions(max_logprobs, config.model.logprobs_mode, rows_per_group, sampling_mesh)
         self.programs: dict[Bucket, jax.stages.Compiled] = {}
         self.kv_caches: KVCaches = ()
         self.state: row_state.RowState | None = None
         parts = (config.model.decoder, config.model.dtype, config.attention_backend, kv_cache_config, self.options)
         limits = (self.max_num_seqs, self.max_blocks, config.cache.block_size)
-        self.program_cache = ProgramCache(config.compilation_cache_dir, list(mesh.devices.flat), (parts, limits))
+        parts = (*parts, mesh.axis_names, mesh.devices.shape, jax.process_index())
+        devices = list(mesh.devices.flat)
+        options = step_options(devices[0].platform)
+        self.program_cache = ProgramCache(config.compilation_cache_dir, devices, (parts, limits), options)
         self.prompt_logprobs = PromptLogprobs(graph, config.model, self.replicated)
         self._forget_requests()
 
@@ -175,9 +182,13 @@ class ModelRunner:
         out_shardings = (self.kv_sharding, self.replicated, self.replicated)
         step = jax.jit(function, donate_argnums=(1, 2), out_shardings=out_shardings)
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights]
-        caches = abstract_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding)
+        caches = abstract_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding, self.num_arrays)
         batch = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self.replicated)
         return step.lower(tuple(weights), caches, self.abstract_state(), batch)
+
+    def step_bytes(self, bucket: Bucket) -> int:
+        """Bytes of a device that temporaries and results of a bucket's step take, as the compiler counts them."""
+        return program_bytes(self.compile(bucket))
 
     def compile_all(self, progress: bool) -> None:
         """Compile every bucket, the largest first."""
@@ -186,7 +197,7 @@ class ModelRunner:
 
     def allocate(self) -> None:
         """Allocate the device blocks and rows."""
-        self.kv_caches = allocate_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding)
+        self.kv_caches = allocate_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding, self.num_arrays)
         self.state = row_state.init_row_state(
             self.max_num_seqs, self.num_groups, self.max_blocks, self.vocab_size, self.replicated
         )
@@ -239,9 +250,17 @@ class ModelRunner:
             self.prompt_logprobs,
         )
 
+    def device_arrays(self) -> list[jax.Array]:
+        """Blocks and rows."""
+        return jax.tree.leaves((self.kv_caches, self.state))
+
+    def set_weights(self, weights: Weights) -> None:
+        """Run with these weights from now on, in the order of the specs of all stages; none while they are away."""
+        self.weights = weights
+
     def drop_requests(self) -> None:
         """Forget all requests and free the device blocks and rows, until `allocate`."""
-        for array in jax.tree.leaves((self.kv_caches, self.state)):
+        for array in self.device_arrays():
             array.delete()
         self.kv_caches, self.state = (), None
         self._forget_requests()
@@ -252,7 +271,7 @@ class ModelRunner:
 
     def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput:
         self.kv_caches, self.state, output = self.compile(bucket)(
-            self.weights, self.kv_caches, self.state, jax.device_put(vector, self.replicated)
+            self.weights, self.kv_caches, self.state, replicate(vector, self.replicated)
         )
         return output
 
@@ -268,4 +287,13 @@ class ModelRunner:
             sampling = pack_row(request.sampling_params, request.token_ids, request.num_prompt_tokens, self.vocab_size, seed)
             new_rows[row] = NewRow(self.batch.block_table(request), request.end_token_ids, sampling)
         if new_rows:
-            self.state = row_state.write_rows(self.state, new_rows)
+            self._write_rows(new_rows)
+
+    def _write_rows(self, new_rows: dict[int, NewRow]) -> None:
+        self.state = row_state.write_rows(self.state, new_rows)
+
+
+def program_bytes(program: jax.stages.Compiled) -> int:
+    """Bytes of temporaries and results, without what is updated in place."""
+    analysis = program.memory_analysis()
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes

@@ -4,6 +4,7 @@ jax's own persistent cache saves the compiler's work only; tracing thirty layers
 depends on goes into its name, the source code included, so a program that does not fit is simply not found.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -12,7 +13,8 @@ import platform
 import secrets
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,32 @@ from jax.experimental import serialize_executable
 
 logger = logging.getLogger(__name__)
 
+CompilerOptions = dict[str, str | bool]
+
 MAX_BYTES = 4 * 2**30
 # Where code lies that a step is traced from.
 _SOURCES = ("jaxllm/config.py", "jaxllm/layers", "jaxllm/models", "jaxllm/sample", "jaxllm/worker", "kernels_pallas", "sharding")
+
+
+def step_options(platform: str) -> CompilerOptions | None:
+    """XLA's options for a step, but for those that the user has set in XLA_FLAGS.
+
+    On a GPU loops go into the command buffer too, so that a step is one launch. Outside of it the host would wait at every loop
+    and conditional (the sampler's, for one) until the device has come there, and no step could be dispatched before the end of
+    the last. A kernel that is fused with the slices of its operands would be outside too.
+
+    Rematerialization is off: a KV cache that fills the memory is more than XLA lets arguments be (80 % of the device), so it
+    would compute over and over what it need not, and take minutes to find out that this does not help.
+    """
+    if platform != "gpu":
+        return None
+    options: CompilerOptions = {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
+        "xla_gpu_enable_dynamic_slice_fusion": False,
+        "xla_disable_hlo_passes": "rematerialization",
+    }
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in flags}
 
 
 @cache
@@ -51,22 +76,50 @@ def _host() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Let no other process do this meanwhile, where the file system can tell; a process that dies keeps nobody waiting."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:
+        yield  # nothing can be kept there either
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("%s cannot be locked: %s", path, error)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
 class ProgramCache:
     """
     Args:
         directory: where to keep programs; None keeps none.
         devices: what they are compiled for, in the order of the mesh.
         parts: whatever else all programs of an engine depend on; its `repr` must tell it all.
+        options: XLA's options for them.
     """
 
-    def __init__(self, directory: str | None, devices: list[jax.Device], parts: Any) -> None:
+    def __init__(
+        self, directory: str | None, devices: list[jax.Device], parts: Any, options: CompilerOptions | None = None
+    ) -> None:
         self._directory = None if directory is None else Path(directory)
         self._devices = devices
+        self._options = options
+        if directory is None:
+            return
         client = devices[0].client
         versions = (jax.__version__, jaxlib.version.__version__, client.platform_version, platform.python_version())
         kinds = [(device.platform, device.device_kind, device.id) for device in devices]
         flags = (os.environ.get("XLA_FLAGS"), jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64)
-        self._common = repr((versions, kinds, _host() if client.platform == "cpu" else "", flags, source_digest(), parts))
+        self._common = repr(
+            (versions, kinds, _host() if client.platform == "cpu" else "", flags, options, source_digest(), parts)
+        )
 
     def get(self, name: str, key: Any, lower: Callable[[str], jax.stages.Lowered]) -> jax.stages.Compiled:
         """The program, from disk or compiled and then kept.
@@ -79,13 +132,17 @@ class ProgramCache:
                 program that was loaded.
         """
         if self._directory is None:
-            return lower("step").compile()
+            return lower("step").compile(compiler_options=self._options)
         digest = hashlib.sha256(f"{self._common}{key!r}".encode()).hexdigest()[:32]
         path = self._directory / f"{name.replace(' ', '-')}-{digest}.program"
         program = self._load(path)
         if program is None:
-            program = lower(f"step_{secrets.token_hex(8)}").compile()
-            self._save(path, program)
+            # Of several engines that start at once one compiles, while the others go on to the next program or wait for it.
+            with _one_at_a_time(path.with_suffix(".lock")):
+                program = self._load(path)
+                if program is None:
+                    program = lower(f"step_{secrets.token_hex(8)}").compile(compiler_options=self._options)
+                    self._save(path, program)
         return program
 
     def _load(self, path: Path) -> jax.stages.Compiled | None:

@@ -1,8 +1,7 @@
 """RowState: what the devices keep of each running request, addressed by request row."""
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -61,35 +60,62 @@ def init_row_state(
     )
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
-def _write(
-    block_tables: jax.Array, end_ids: jax.Array, rows: jax.Array, tables: jax.Array, ends: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return block_tables.at[:, rows].set(tables, mode="drop"), end_ids.at[rows].set(ends, mode="drop")
+@partial(jax.jit, donate_argnums=0)
+def _write_tables(block_tables: jax.Array, rows: jax.Array, tables: jax.Array) -> jax.Array:
+    return block_tables.at[:, rows].set(tables, mode="drop")
 
 
-def _write_chunk(block_tables: jax.Array, end_ids: jax.Array, new_rows: list[tuple[int, NewRow]]) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, donate_argnums=0)
+def _write_ends(end_ids: jax.Array, rows: jax.Array, ends: jax.Array) -> jax.Array:
+    return end_ids.at[rows].set(ends, mode="drop")
+
+
+def _chunks(rows: Mapping[int, NewRow], nowhere: int) -> Iterator[tuple[np.ndarray, list[NewRow]]]:
+    """Rows of at most ROWS_PER_WRITE requests, filled up with `nowhere`; one chunk of none for no request."""
+    items = list(rows.items())
+    for start in range(0, max(len(items), 1), ROWS_PER_WRITE):
+        chunk = items[start : start + ROWS_PER_WRITE]
+        index = np.full(ROWS_PER_WRITE, nowhere, np.int32)
+        index[: len(chunk)] = [row for row, _ in chunk]
+        yield index, [new for _, new in chunk]
+
+
+def write_tables(block_tables: jax.Array, rows: Mapping[int, NewRow]) -> jax.Array:
+    """Write the block tables of new requests; `block_tables` is donated. With no rows it writes nothing, and compiles."""
     num_groups, max_num_rows, max_blocks = block_tables.shape
-    rows = np.full(ROWS_PER_WRITE, max_num_rows, np.int32)
-    tables = np.zeros((num_groups, ROWS_PER_WRITE, max_blocks), np.int32)
-    ends = np.full((ROWS_PER_WRITE, MAX_END_TOKEN_IDS), -1, np.int32)
-    for i, (row, new) in enumerate(new_rows):
-        rows[i], tables[:, i] = row, new.block_table
-        ends[i, : len(new.end_token_ids)] = new.end_token_ids
-    return _write(block_tables, end_ids, rows, tables, ends)
+    for index, chunk in _chunks(rows, max_num_rows):
+        tables = np.zeros((num_groups, ROWS_PER_WRITE, max_blocks), np.int32)
+        for i, new in enumerate(chunk):
+            tables[:, i] = new.block_table
+        block_tables = _write_tables(block_tables, index, tables)
+    return block_tables
+
+
+def write_ends(end_ids: jax.Array, rows: Mapping[int, NewRow]) -> jax.Array:
+    """The same for the tokens that end new requests; `end_ids` is donated."""
+    for index, chunk in _chunks(rows, end_ids.shape[0]):
+        ends = np.full((ROWS_PER_WRITE, MAX_END_TOKEN_IDS), -1, np.int32)
+        for i, new in enumerate(chunk):
+            ends[i, : len(new.end_token_ids)] = new.end_token_ids
+        end_ids = _write_ends(end_ids, index, ends)
+    return end_ids
 
 
 def write_rows(state: RowState, rows: Mapping[int, NewRow]) -> RowState:
     """Write the rows of new requests; `state` is donated. Compiles nothing after `warm_up`."""
-    new_rows, block_tables, end_ids = list(rows.items()), state.block_tables, state.end_ids
-    for start in range(0, len(new_rows), ROWS_PER_WRITE):
-        block_tables, end_ids = _write_chunk(block_tables, end_ids, new_rows[start : start + ROWS_PER_WRITE])
-    sampling = sampling_state.write_rows(state.sampling, {row: new.sampling for row, new in rows.items()})
-    return dataclasses.replace(state, block_tables=block_tables, end_ids=end_ids, sampling=sampling)
+    return RowState(
+        last_tokens=state.last_tokens,
+        block_tables=write_tables(state.block_tables, rows),
+        end_ids=write_ends(state.end_ids, rows),
+        sampling=sampling_state.write_rows(state.sampling, {row: new.sampling for row, new in rows.items()}),
+    )
 
 
 def warm_up(state: RowState) -> RowState:
     """Compile all that `write_rows` may need. Changes nothing, but donates the state."""
-    sampling = sampling_state.warm_up(state.sampling)
-    block_tables, end_ids = _write_chunk(state.block_tables, state.end_ids, [])
-    return dataclasses.replace(state, block_tables=block_tables, end_ids=end_ids, sampling=sampling)
+    return RowState(
+        last_tokens=state.last_tokens,
+        block_tables=write_tables(state.block_tables, {}),
+        end_ids=write_ends(state.end_ids, {}),
+        sampling=sampling_state.warm_up(state.sampling),
+    )

@@ -3,7 +3,8 @@
     step(weights, kv_caches, state, batch) -> (kv_caches, state, output)
 
 `kv_caches` and `state` are donated and updated in place. A bucket of several steps decodes in a loop on the device: the tokens
-are the same, but the host is asked once for all of them.
+are the same, but the host is asked once for all of them. The stages of a pipeline:
+worker/pipeline_step.py.
 """
 
 import dataclasses
@@ -15,10 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from jaxllm.config import LogprobsMode
 from jaxllm.models.graph import ModelGraph
 from jaxllm.sample.sampler import SamplerOutput, sample
+from jaxllm.sample.sharded import sample_sharded
 from jaxllm.sample.state import gather, update
 from jaxllm.worker.batch import Batch, BatchLayout
 from jaxllm.worker.row_state import RowState
@@ -35,11 +38,13 @@ class StepOptions:
         rows_per_group: logits and sampling of a mixed bucket go through the rows in use in groups of this many, so that their
             cost follows the rows in use. None: all rows of the bucket at once, which suits devices where a few more rows cost
             nothing and a loop does.
+        sampling_mesh: devices that share the rows while sampling; None for one device.
     """
 
     max_logprobs: int
     logprobs_mode: LogprobsMode
     rows_per_group: int | None = None
+    sampling_mesh: Mesh | None = None
 
 
 class StepOutput(NamedTuple):
@@ -56,18 +61,21 @@ class StepOutput(NamedTuple):
     num_sampled: jax.Array | None = None
 
 
-StepFunction = Callable[[Weights, KVCaches, RowState, jax.Array], tuple[KVCaches, RowState, StepOutput]]
+StepFunction = Callable[..., tuple[KVCaches, RowState, StepOutput]]
 
 
 def make_step(graph: ModelGraph, layout: BatchLayout, options: StepOptions) -> StepFunction:
-    """The step function of one bucket, to be jitted with `kv_caches` and `state` donated."""
+    """The step function of one bucket, to be jitted with `kv_caches` and `state` donated.
+
+    That of a pipeline's last stage takes a fifth argument, [T, M], what the stage before gave.
+    """
     compute = _make_compute(graph, layout, options)
 
-    def step(weights: Weights, kv_caches: KVCaches, state: RowState, vector: jax.Array):
+    def step(weights: Weights, kv_caches: KVCaches, state: RowState, vector: jax.Array, hidden: jax.Array | None = None):
         batch = layout.unpack(vector)
-        state = dataclasses.replace(state, block_tables=_write_table(state.block_tables, batch))
+        state = dataclasses.replace(state, block_tables=write_table(state.block_tables, batch))
         if layout.bucket.num_steps == 1:
-            return compute(weights, kv_caches, state, batch)
+            return compute(weights, kv_caches, state, batch, hidden)
         return _repeat(layout, partial(compute, weights), kv_caches, state, batch)
 
     return step
@@ -75,15 +83,15 @@ def make_step(graph: ModelGraph, layout: BatchLayout, options: StepOptions) -> S
 
 def _make_compute(
     graph: ModelGraph, layout: BatchLayout, options: StepOptions
-) -> Callable[[Weights, KVCaches, RowState, Batch], tuple[KVCaches, RowState, StepOutput]]:
-    """From a batch whose blocks are in the tables to the sampled tokens."""
+) -> Callable[..., tuple[KVCaches, RowState, StepOutput]]:
+    """From a batch whose blocks are in the tables, or what the stage before gave, to the sampled tokens."""
     bucket = layout.bucket
+    run_sampler = sample if options.sampling_mesh is None else partial(sample_sharded, options.sampling_mesh)
 
-    def compute(weights: Weights, kv_caches: KVCaches, state: RowState, batch: Batch):
+    def compute(weights: Weights, kv_caches: KVCaches, state: RowState, batch: Batch, hidden: jax.Array | None = None):
         model = graph.bind(weights)
-        last_tokens = state.last_tokens[jnp.minimum(batch.rows, layout.max_num_rows - 1)]
-        token_ids = batch.token_ids.at[batch.last_token_index].set(last_tokens, mode="drop")
-        hidden, kv_caches = model(token_ids, kv_caches, layout.attention_metadata(batch, state.block_tables))
+        inputs = input_tokens(state.last_tokens, batch) if hidden is None else hidden
+        hidden, kv_caches = model(inputs, kv_caches, layout.attention_metadata(batch, state.block_tables))
 
         def sample_rows(start: jax.Array | int, size: int) -> SamplerOutput:
             """Sample for batch rows `start` to `start + size`."""
@@ -92,7 +100,7 @@ def _make_compute(
             stops = lax.dynamic_slice_in_dim(batch.query_start_loc, start + 1, size)
             logits = model.compute_logits(hidden[jnp.maximum(stops - 1, 0)])
             # The sampled token takes the position after the row's last token.
-            return sample(
+            return run_sampler(
                 logits,
                 gather(state.sampling, rows),
                 seq_lens,
@@ -158,7 +166,18 @@ def _repeat(
     return kv_caches, state, StepOutput(results, None, num_sampled)
 
 
-def _write_table(block_tables: jax.Array, batch: Batch) -> jax.Array:
+def input_tokens(last_tokens: jax.Array, batch: Batch) -> jax.Array:
+    """int32 [T]: those of the batch, and where only the devices know them, those that the rows sampled last.
+
+    Args:
+        last_tokens: int32 [S], of every request row.
+    """
+    last = last_tokens[jnp.minimum(batch.rows, last_tokens.shape[0] - 1)]
+    return batch.token_ids.at[batch.last_token_index].set(last, mode="drop")
+
+
+def write_table(block_tables: jax.Array, batch: Batch) -> jax.Array:
+    """int32 [G, S, P] with the blocks that the batch's requests got."""
     flat = block_tables.reshape(-1).at[batch.table_index].set(batch.table_block, mode="drop")
     return flat.reshape(block_tables.shape)
 

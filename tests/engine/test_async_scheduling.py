@@ -94,7 +94,7 @@ def requests(draw: st.DrawFn) -> Asked:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     asked=st.lists(requests(), min_size=1, max_size=10),
     num_blocks=st.sampled_from([17, 20, 129]),
@@ -102,8 +102,10 @@ def requests(draw: st.DrawFn) -> Asked:
     prefix_caching=st.booleans(),
     budget=st.sampled_from([8, 16]),
     num_steps=st.integers(2, 5),
+    num_stages=st.integers(2, 4),
+    asynchronous=st.booleans(),
 )
-def test_same_as_synchronous(asked, num_blocks, policy, prefix_caching, budget, num_steps):
+def test_same_as_synchronous(asked, num_blocks, policy, prefix_caching, budget, num_steps, num_stages, asynchronous):
     config = {
         "num_blocks": num_blocks,
         "policy": policy,
@@ -113,6 +115,8 @@ def test_same_as_synchronous(asked, num_blocks, policy, prefix_caching, budget, 
     }
     expected = answers(asked, **config, async_scheduling=False)
     assert answers(asked, **config, async_scheduling=True) == expected
+    # As many steps in flight as a pipeline has stages, or one more.
+    assert answers(asked, **config, async_scheduling=asynchronous, num_stages=num_stages) == expected
     # With several decodes a step an abort comes at another token: its request then has some of its tokens, all others theirs.
     unaborted = [dataclasses.replace(one, abort_after=None) for one in asked]
     whole = answers(unaborted, **config, async_scheduling=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
+from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from jaxllm.core.output import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxllm.engine.llm_engine import LLMEngine
@@ -75,21 +75,37 @@ def make_config(
     async_scheduling: bool = False,
     num_decode_steps: int = 1,
     max_itl: float | None = None,
+    num_stages: int = 1,
+    data_parallel_size: int = 1,
+    data_parallel_restart: bool = False,
+    data_parallel_routing: Any = "load",
+    data_parallel_start_rank: int = 0,
+    data_parallel_backend: Any = "mp",
     **model: Any,
 ) -> EngineConfig:
     """Synchronous scheduling unless asked otherwise, since many tests count steps."""
-    decoder = DecoderConfig("LlamaForCausalLM", VOCAB_SIZE, 8, 8, 1, 2, 1, 4, max_model_len, 1e-5, RopeConfig())
+    decoder = DecoderConfig("LlamaForCausalLM", VOCAB_SIZE, 8, 8, num_stages, 2, 1, 4, max_model_len, 1e-5, RopeConfig())
+    scheduler = SchedulerConfig(
+        max_num_seqs,
+        max_num_batched_tokens,
+        max_model_len,
+        policy,
+        async_scheduling=async_scheduling,
+        num_pipeline_stages=num_stages,
+        num_decode_steps=num_decode_steps,
+        max_itl=max_itl,
+    )
     return EngineConfig(
         model=ModelConfig("toy", "toy", decoder, "float32", max_model_len, eos_token_ids=eos_token_ids, **model),
         cache=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching, num_gpu_blocks_override=num_blocks),
-        scheduler=SchedulerConfig(
-            max_num_seqs,
-            max_num_batched_tokens,
-            max_model_len,
-            policy,
-            async_scheduling=async_scheduling,
-            num_decode_steps=num_decode_steps,
-            max_itl=max_itl,
+        scheduler=scheduler,
+        parallel=ParallelConfig(
+            pipeline_parallel_size=num_stages,
+            data_parallel_size=data_parallel_size,
+            data_parallel_restart=data_parallel_restart,
+            data_parallel_routing=data_parallel_routing,
+            data_parallel_backend=data_parallel_backend,
+            data_parallel_start_rank=data_parallel_start_rank,
         ),
         log_stats=log_stats,
         stream_interval=stream_interval,
