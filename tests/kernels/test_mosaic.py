@@ -18,7 +18,7 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
 
 @contextmanager
 def race_detection():
-    """Fails if a kernel races, or leaves a barrier or a copy behind."""
+    """Fails if a kernel leaves a barrier or a copy behind, or if the last kernel races: prefill's in a mixed batch."""
     plain = compat.interpreter
     compat.interpreter = functools.partial(plain, detect_races=True)
     try:
