@@ -54,13 +54,13 @@ def test_mistakes(given: dict[str, Any], message: str) -> None:
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     import dataclasses
 
-    config = dataclasses.replace(make_config(data_parallel_size=2), parallel=ParallelConfig(2, 2))
+    config = dataclasses.replace(make_config(data_parallel_size=2), parallel=ParallelConfig(2, data_parallel_size=2))
     monkeypatch.setattr(engine_devices, "detect_platform", lambda: "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,6,7")
     found = [engine_environment(config, index, 2) for index in range(2)]
     assert found == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    with pytest.raises(ValueError, match="data_parallel_size 2 with tensor_parallel_size 2 needs 4 devices, found 3: 4, 5, 6"):
+    with pytest.raises(ValueError, match="data_parallel_size 2 with 2 devices an engine needs 4 devices, found 3: 4, 5, 6"):
         engine_environment(config, 0, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ValueError, match="found 0: none"):

@@ -89,7 +89,7 @@ def same(one: LogprobsLists | None, other: LogprobsLists | None) -> bool:
     req_ids=st.lists(names, max_size=4, unique=True),
     some=st.none() | logprobs(),
     prompt=st.dictionaries(names, logprobs(), max_size=2),
-    stats=st.none() | st.builds(WorkerStepStats, st.floats(0, 9), st.floats(0, 9), counts, counts),
+    stats=st.none() | st.builds(WorkerStepStats, st.floats(0, 9), st.floats(0, 9), counts, counts, counts),
 )
 def test_model_runner_outputs(req_ids, some, prompt, stats):
     indices = {req_id: i for i, req_id in enumerate(req_ids)}

@@ -137,7 +137,6 @@ def test_data_parallel_flags(capsys: pytest.CaptureFixture[str]):
     _, engine, _ = parse(["-dp", "2", "-dpn", "1", "--data-parallel-external-lb", "--data-parallel-backend", "mp"])
     assert (engine.data_parallel_rank, engine.data_parallel_external_lb) == (1, True)
     assert "--api-server-count must be at least 1, got 0" in refused(["-asc", "0"], capsys)
-    assert "argument --headless: not supported: all engines of a server" in refused(["--headless"], capsys)
 
 
 def test_the_documentation_lists_them():
