@@ -54,7 +54,8 @@ class SimRequest(Request):
         self.arrival_time = arrival_time
         self.sampling_params = _PARAMS
         self.max_tokens = num_output_tokens
-        self.stop_token_ids = ()
+        self.stop_token_ids = self.end_token_ids = ()
+        self.needs_host_each_token = False
         self.eos_token_id = None
         self.status = RequestStatus.WAITING
         self.stop_reason = None
