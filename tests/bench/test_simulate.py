@@ -111,8 +111,8 @@ def test_roofline_pads_to_buckets_and_shares_among_devices():
     model, device = model_shape("llama-3.1-8b"), DEVICES["h100"]
     padded = Roofline(device, model, "bfloat16", 1, Buckets(64, 2048))
     plain = Roofline(device, model, "bfloat16")
-    assert padded(1100, 3, 1100, 1100) == plain(2048, 64, 1100, 1100)
-    assert padded(33, 33, 9, 9) == plain(64, 64, 9, 9)
+    assert padded(1100, 3, 1100, 1100) == plain(1280, 64, 1100, 1100)
+    assert padded(33, 33, 9, 9) == plain(48, 48, 9, 9)
     two = Roofline(device, model, "bfloat16", 2)
     assert plain(2048, 1, 0, 0) / 2 < two(2048, 1, 0, 0) < plain(2048, 1, 0, 0)
     assert num_kv_blocks(DEVICES["h200"], model, "bfloat16", 1, 32, 0.92) == 27098
