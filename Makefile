@@ -1,9 +1,10 @@
 # `make demo` and `make test` do all the set-up they need, in .venv, and reuse it the next time.
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow lint format lock clean
+.PHONY: help demo serve test test-slow test-jax12 lint format lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
+VENV_12 := .venv-jax12
 # The first of these that is Python 3.12 or newer and can be started.
 CANDIDATES := python3.12 python3.13 python3.14 python3 python
 FIND_PYTHON = for p in $(PYTHON) $(CANDIDATES); do \
@@ -14,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SYNC = $(BIN)/uv sync --quiet --frozen --inexact --python $(BIN)/python
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 12
 
 demo: $(VENV)/.demo ## answer a batch of chat prompts with a real model
 	@$(BIN)/python examples/demo.py
@@ -26,7 +27,10 @@ test: $(VENV)/.dev ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(VENV)/.dev ## run the tests that take minutes too
-	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not multi_gpu" $(ARGS)
+
+test-jax12: $(VENV_12)/.jax12 ## run the tests of the kernels and of compiled steps with jax 0.12
+	$(VENV_12)/bin/python -m pytest tests/kernels tests/aot tests/plan $(ARGS)
 
 lint: $(VENV)/.dev ## check style and formatting
 	$(BIN)/ruff check .
@@ -40,7 +44,7 @@ lock: $(VENV)/.uv ## resolve the dependencies anew
 	$(BIN)/uv lock --python $(BIN)/python
 
 clean: ## remove the environment
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV_12)
 
 # uv itself comes from PyPI into the environment, so that nothing but Python is needed.
 $(VENV)/.uv:
@@ -56,5 +60,13 @@ $(VENV)/.demo: $(VENV)/.uv pyproject.toml uv.lock
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml uv.lock
 	@echo "installing jaxllm and the development tools into $(VENV)"
-	@$(SYNC) --extra demo --extra bench --extra serve
+	@$(SYNC) --extra demo --extra bench --extra serve --extra ray --extra aot
+	@touch $@
+
+# The newest jax that is supported, in an environment of its own: what is locked stays as it is.
+$(VENV_12)/.jax12: $(VENV)/.uv pyproject.toml
+	@echo "installing jaxllm with jax 0.12 into $(VENV_12)"
+	@$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(VENV_12)
+	@$(BIN)/uv pip install --quiet --python $(VENV_12)/bin/python --no-config '.[aot]' 'jax>=0.12,<0.13' \
+		pytest pytest-timeout hypothesis
 	@touch $@

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, engine_args_of
+from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, engine_args_of, run_node
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 EXIT_INTERRUPTED = 130
@@ -122,9 +122,11 @@ def _generate(args: argparse.Namespace) -> int:
     from jaxllm.engine.llm_engine import LLMEngine
     from jaxllm.llm import LLM
 
+    if (engine_args := engine_args_of(args)).node_rank > 0:
+        return run_node(engine_args, "llm")
     prompts = _prompts(args)
     _sampling_params(args, {}, DEFAULT_MAX_TOKENS)  # what is wrong with the flags is said before the model is loaded
-    with LLM.from_engine(LLMEngine.from_engine_args(engine_args_of(args))) as llm:
+    with LLM.from_engine(LLMEngine.from_engine_args(engine_args)) as llm:
         params = _sampling_params(args, llm.engine.config.model.generation_defaults, DEFAULT_MAX_TOKENS)
         if args.chat:
             outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
@@ -150,8 +152,10 @@ def _generate(args: argparse.Namespace) -> int:
 def _chat(args: argparse.Namespace) -> int:
     from jaxllm.engine.llm_engine import LLMEngine
 
+    if (engine_args := engine_args_of(args)).node_rank > 0:
+        return run_node(engine_args, "llm")
     _sampling_params(args, {}, None)
-    engine = LLMEngine.from_engine_args(engine_args_of(args))
+    engine = LLMEngine.from_engine_args(engine_args)
     try:
         params = _sampling_params(args, engine.config.model.generation_defaults, None)
         params.output_kind = RequestOutputKind.DELTA

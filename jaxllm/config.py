@@ -13,6 +13,9 @@ DType = Literal["float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+ExecutorBackend = Literal["uni", "mp"]
+DataParallelRouting = Literal["load", "prefix"]
+DataParallelBackend = Literal["mp", "ray"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -327,6 +330,9 @@ class SchedulerConfig:
         full_sequence_must_fit: admit a request only if all its known tokens fit in the free blocks, not just its first chunk.
         num_lookahead_tokens: slots allocated beyond the scheduled tokens, for drafts.
         async_scheduling: schedule and dispatch a step before the tokens of the one before it are on the host.
+        num_decode_steps: most tokens of a request that one dispatch decodes, one after the other.
+        max_itl: milliseconds between two outputs of a stream, which bound the steps of a dispatch; None for no bound.
+        num_pipeline_stages: as pipeline_parallel_size in ParallelConfig.
     """
 
     max_num_seqs: int = 256
@@ -338,14 +344,21 @@ class SchedulerConfig:
     full_sequence_must_fit: bool = True
     num_lookahead_tokens: int = 0
     async_scheduling: bool = True
+    num_decode_steps: int = 1
+    max_itl: float | None = None
+    num_pipeline_stages: int = 1
 
     def __post_init__(self) -> None:
+        check_at_least("num_decode_steps", self.num_decode_steps, 1)
+        if self.max_itl is not None and not self.max_itl > 0:
+            raise ValueError(f"max_itl must be a positive number of milliseconds, got {self.max_itl!r}")
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
         check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_at_least("max_model_len", self.max_model_len, 1)
         check_choice("scheduling_policy", self.policy, SchedulingPolicy)
         check_at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         check_at_least("num_lookahead_tokens", self.num_lookahead_tokens, 0)
+        check_at_least("pipeline_parallel_size", self.num_pipeline_stages, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs {self.max_num_seqs}"
@@ -364,12 +377,100 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many devices, and who drives them."""
+    """How many devices, and who drives them.
+
+    Attributes:
+        pipeline_parallel_size: stages, each with some of the layers and with `tensor_parallel_size` devices.
+        distributed_executor_backend: "uni", one process drives all devices; "mp", worker processes drive some each.
+        devices_per_worker: under "mp".
+        execute_model_timeout: seconds for a step under "mp", after which the workers count as hung.
+        worker_hang_timeout: seconds without a heartbeat after which a worker process, or another machine, counts as hung.
+        nnodes: machines that share the workers evenly, under "mp".
+        node_rank: which of them this is; the engine runs on 0.
+        master_addr, master_port: where the others find node 0, at three ports from this one on.
+        data_parallel_size: engine cores, each in a process and with devices of its own; the front end shares out the requests.
+        data_parallel_start_rank: the rank of the first of them; those before it are another server's.
+        data_parallel_restart: start an engine core again that has died.
+        data_parallel_routing: which engine core gets a request: "load" is the one with the least to do, "prefix" the one that has
+            most of its prompt in its prefix cache, unless it has much more to do than others.
+        data_parallel_backend: "mp" starts engine cores on this machine, "ray" on the nodes of a Ray cluster.
+    """
 
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    distributed_executor_backend: ExecutorBackend = "uni"
+    devices_per_worker: int = 1
+    execute_model_timeout: float = 300.0
+    worker_hang_timeout: float = 8.0
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    data_parallel_size: int = 1
+    data_parallel_restart: bool = False
+    data_parallel_routing: DataParallelRouting = "load"
+    data_parallel_start_rank: int = 0
+    data_parallel_backend: DataParallelBackend = "mp"
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        check_choice("distributed_executor_backend", self.distributed_executor_backend, ExecutorBackend)
+        if self.pipeline_parallel_size > 1 and self.distributed_executor_backend != "uni":
+            # A process of several that are one jax cannot start a program on devices that are all another's.
+            raise ValueError(
+                f"pipeline_parallel_size {self.pipeline_parallel_size} needs distributed_executor_backend 'uni', "
+                f"got {self.distributed_executor_backend!r}: one process starts the steps of all stages"
+            )
+        check_at_least("data_parallel_size", self.data_parallel_size, 1)
+        check_at_least("data_parallel_start_rank", self.data_parallel_start_rank, 0)
+        check_choice("data_parallel_routing", self.data_parallel_routing, DataParallelRouting)
+        check_choice("data_parallel_backend", self.data_parallel_backend, DataParallelBackend)
+        check_at_least("devices_per_worker", self.devices_per_worker, 1)
+        for name in ("execute_model_timeout", "worker_hang_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
+        if self.distributed_executor_backend == "uni" and self.devices_per_worker != 1:
+            raise ValueError(
+                "devices_per_worker needs distributed_executor_backend 'mp': otherwise one process drives all devices"
+            )
+        if self.tensor_parallel_size % self.devices_per_worker:
+            raise ValueError(
+                f"devices_per_worker {self.devices_per_worker} does not divide tensor_parallel_size {self.tensor_parallel_size}"
+            )
+        check_at_least("nnodes", self.nnodes, 1)
+        check_at_least("node_rank", self.node_rank, 0)
+        check_at_least("master_port", self.master_port, 1)
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank must be below nnodes {self.nnodes}, got {self.node_rank}")
+        if self.nnodes > 1 and self.distributed_executor_backend == "uni":
+            raise ValueError(f"nnodes {self.nnodes} needs distributed_executor_backend 'mp', got 'uni'")
+        if self.nnodes > 1 and not self.has_one_engine:
+            raise ValueError(f"nnodes {self.nnodes} needs one engine, got data_parallel_size {self.data_parallel_size}")
+        if self.num_workers % self.nnodes:
+            raise ValueError(f"nnodes {self.nnodes} must divide the number of workers, {self.num_workers}")
+        if self.master_port > 65533:
+            raise ValueError(f"master_port must be at most 65533, got {self.master_port}: three ports are needed")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one engine, on all its machines."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_workers(self) -> int:
+        """Processes under "mp", on all machines."""
+        return self.tensor_parallel_size // self.devices_per_worker
+
+    @property
+    def num_local_workers(self) -> int:
+        """Those of one machine."""
+        return self.num_workers // self.nnodes
+
+    @property
+    def has_one_engine(self) -> bool:
+        """Whether there is one engine core and never another one."""
+        return self.data_parallel_size == 1 and not self.data_parallel_restart and self.data_parallel_backend == "mp"
 
 
 @dataclass(frozen=True)
@@ -377,9 +478,9 @@ class EngineConfig:
     """All of it.
 
     Attributes:
-        attention_backend: "auto" picks by device.
-        cudagraph_capture_sizes: sizes of decode buckets, in requests; None for the default, which doubles up to max_num_seqs.
-        compile_sizes: sizes of mixed buckets, in tokens; None for the default, which doubles up to max_num_batched_tokens.
+        attention_backend: "auto" picks by device: "mosaic" on Hopper GPUs, else "reference". A name is an order.
+        cudagraph_capture_sizes: sizes of decode buckets, in requests; None for a ladder up to max_num_seqs.
+        compile_sizes: sizes of mixed buckets, in tokens; None for a ladder up to max_num_batched_tokens.
         compilation_cache_dir: where compiled steps are kept between runs; None for nowhere.
         compiled_dir: a folder made by `python -m jaxllm.build`: its programs are loaded, and none is ever compiled.
         background_compilation: serve as soon as the largest steps are compiled, and compile the smaller ones beside.
@@ -388,6 +489,7 @@ class EngineConfig:
         use_tqdm_on_load: show progress bars while the engine starts.
         max_num_queued_reqs: most unfinished requests that the engine takes; None for no limit.
         max_num_queued_tokens: most prompt tokens of requests that have given no output yet; None for no limit.
+        profile_dir: folder for a trace of every step; None for none.
     """
 
     model: ModelConfig
@@ -405,9 +507,25 @@ class EngineConfig:
     use_tqdm_on_load: bool = False
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    profile_dir: str | None = None
 
     def __post_init__(self) -> None:
         check_at_least("stream_interval", self.stream_interval, 1)
+        num_stages, num_layers = self.parallel.pipeline_parallel_size, self.model.decoder.num_layers
+        if num_stages > num_layers:
+            raise ValueError(f"pipeline_parallel_size {num_stages} is greater than the model's {num_layers} layers")
+        if self.parallel.data_parallel_routing == "prefix" and not self.cache.enable_prefix_caching:
+            raise ValueError("data_parallel_routing 'prefix' needs enable_prefix_caching")
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)
+        if self.scheduler.num_decode_steps > 1 and num_stages > 1:
+            # A stage could not start its second step before the last stage has ended its first.
+            raise ValueError(
+                f"num_decode_steps {self.scheduler.num_decode_steps} needs pipeline_parallel_size 1, got {num_stages}"
+            )
+        if self.scheduler.num_decode_steps > 1 and self.model.max_logprobs == -1:
+            raise ValueError(
+                f"num_decode_steps {self.scheduler.num_decode_steps} needs room on the device for the log probabilities of all "
+                "steps: max_logprobs must not be -1"
+            )

@@ -1,6 +1,6 @@
 """Picks an implementation of an operation.
 
-A named implementation is an order: it works or raises. "auto" may choose, and says once in the log what it chose and why.
+A named implementation is an order: it works or raises. "auto" may choose; `log_choice` says once in the log what and why.
 """
 
 import functools
@@ -12,34 +12,43 @@ import jax
 logger = logging.getLogger(__name__)
 
 
-def choose(operation: str, implementation: str, available: Mapping[str, tuple[str, ...]]) -> str:
+def target_platform() -> str:
+    """The platform that is being lowered for: that of the mesh in force if its devices are known, else the default backend's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def choose(operation: str, implementation: str, refusals: Mapping[str, str | None]) -> str:
     """The name of the implementation to run.
 
     Args:
         implementation: "auto" or a name.
-        available: name -> platforms that it runs on ("cpu", "gpu", …; empty for all), best first.
+        refusals: name -> why it cannot be used, None if it can; best first.
 
     Raises:
-        ValueError: if `implementation` is unknown or does not run on the default backend.
+        ValueError: if `implementation` is unknown, or neither it nor, for "auto", any other can be used.
     """
-    platform = jax.default_backend()
     if implementation != "auto":
-        if implementation not in available:
+        if implementation not in refusals:
             raise ValueError(
-                f"implementation of {operation} must be one of {', '.join(['auto', *available])}, got {implementation!r}"
+                f"implementation of {operation} must be one of {', '.join(['auto', *refusals])}, got {implementation!r}"
             )
-        platforms = available[implementation]
-        if platforms and platform not in platforms:
-            raise ValueError(
-                f"implementation {implementation!r} of {operation} runs on {', '.join(platforms)}, not on {platform}"
-            )
+        if refusals[implementation] is not None:
+            raise ValueError(f"implementation {implementation!r} of {operation} cannot be used: {refusals[implementation]}")
         return implementation
-    for name, platforms in available.items():
-        if not platforms or platform in platforms:
-            passed = list(available)[: list(available).index(name)]
-            _log_once(operation, name, platform, ", ".join(f"{other} runs on {'/'.join(available[other])}" for other in passed))
+    for name, refusal in refusals.items():
+        if refusal is None:
             return name
-    raise ValueError(f"no implementation of {operation} runs on {platform}")
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+    raise ValueError(f"no implementation of {operation} can be used here ({reasons})")
+
+
+def log_choice(operation: str, chosen: str, refusals: Mapping[str, str | None]) -> None:
+    """Say once which implementation runs, and why none that is better."""
+    passed = list(refusals)[: list(refusals).index(chosen)]
+    _log_once(
+        operation, chosen, target_platform(), "; ".join(f"not {name}: {refusals[name]}" for name in passed if refusals[name])
+    )
 
 
 @functools.cache

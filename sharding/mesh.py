@@ -24,3 +24,10 @@ def make_mesh(devices: Sequence[jax.Device], *, data: int = 1, pipeline: int = 1
         raise ValueError(f"a mesh of {sizes} needs {math.prod(sizes.values())} devices, got {len(devices)}")
     array = np.asarray(devices, dtype=object).reshape(tuple(sizes.values()))
     return Mesh(array, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def stage_meshes(mesh: Mesh) -> list[Mesh]:
+    """The meshes of the stages of a pipeline, with the same axes: `mesh` cut along its axis pipeline."""
+    axis = mesh.axis_names.index("pipeline")
+    parts = np.split(mesh.devices, mesh.shape["pipeline"], axis)
+    return [Mesh(part, mesh.axis_names, axis_types=mesh.axis_types) for part in parts]

@@ -10,6 +10,7 @@ RULES: dict[str, str | None] = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
+    "sampled_rows": "tensor",  # while sampling, when the logits have changed hands
     "expert": "expert",
     "rows": "data",
 }

@@ -4,6 +4,7 @@ import logging
 import pytest
 
 from jaxllm.engine import engine_args
+from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, engine_args_of
 from jaxllm.engine.engine_args import EngineArgs, default_batch_sizes, detect_platform
 
 CONFIG = {
@@ -75,6 +76,13 @@ def test_unknown_argument_names_the_nearest(model):
         ({"logprobs_mode": "cooked"}, "logprobs_mode must be one of"),
         ({"max_logprobs": -2}, "max_logprobs must be an integer of at least -1, got -2"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer of at least 1, got 0"),
+        ({"pipeline_parallel_size": 99}, "pipeline_parallel_size 99 is greater than the model's [0-9]+ layers"),
+        (
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+            "pipeline_parallel_size 2 needs distributed_executor_backend 'uni', got 'mp'",
+        ),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel needs a model with experts; [A-Za-z0-9]+ has none"),
         ({"compile_sizes": [0]}, "compile_sizes must be an integer of at least 1, got 0"),
         ({"hf_overrides": {"architectures": ["GPT2LMHeadModel"]}}, "architecture 'GPT2LMHeadModel' is not supported"),
     ],
@@ -130,3 +138,29 @@ def test_cache_folder(model, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert make(model).compilation_cache_dir == str(tmp_path / "jaxllm" / "compiled")
     assert make(model, compilation_cache_dir="").compilation_cache_dir is None
+
+
+def test_flags_of_scheduling_and_profiling(model):
+    parser = ArgumentParser()
+    add_engine_args(parser)
+    flags = ["--no-async-scheduling", "--num-decode-steps", "4", "--max-itl", "37.5", "--profile", "traces"]
+    args = engine_args_of(parser.parse_args(["--model", model, "--load-format", "dummy", *flags]))
+    config = args.create_engine_config()
+    scheduler = config.scheduler
+    assert (scheduler.async_scheduling, scheduler.num_decode_steps, scheduler.max_itl) == (False, 4, 37.5)
+    assert config.profile_dir == "traces"
+    default = make(model)
+    assert (default.scheduler.async_scheduling, default.scheduler.num_decode_steps, default.profile_dir) == (True, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_decode_steps": 0}, "num_decode_steps must be an integer of at least 1, got 0"),
+        ({"max_itl": 0.0}, "max_itl must be a positive number of milliseconds, got 0.0"),
+        ({"num_decode_steps": 2, "max_logprobs": -1}, "max_logprobs must not be -1"),
+    ],
+)
+def test_wrong_multi_step_arguments(model, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        make(model, **wrong)

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+pytestmark = pytest.mark.usefixtures("memory_is_released")
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # The packages of jaxllm from the top down; one may import those below it, and those beside it in the same row are strangers.
 LAYERS = [
-    {"llm", "cli", "serve", "bench", "build", "beam_search", "__main__"},
+    {"llm", "cli", "serve", "bench", "plan", "build", "beam_search", "__main__"},
     {"engine"},
     {"executor"},
     {"worker"},
@@ -19,7 +19,7 @@ LAYERS = [
     {"layers"},
     {"core"},
     {"outputs"},
-    {"config", "sampling_params"},
+    {"config", "sampling_params", "cuda", "trace"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Front ends check requests against what the device rows can hold, and stand on the same level as beam search.
@@ -33,7 +33,7 @@ ALLOWED = {
     ("serve", "beam_search"),
     ("cli", "serve"),
 }
-PURE = ("core", "config", "sampling_params", "outputs")
+PURE = ("core", "config", "sampling_params", "outputs", "trace")
 THIRD_PARTY_HOMES = {
     "transformers": {"weights", "tokenizer", "multimodal"},
     "flax": {"layers", "models", "worker"},
@@ -45,9 +45,10 @@ THIRD_PARTY_HOMES = {
     "uvloop": {"serve"},
     "aiohttp": {"bench"},
     "matplotlib": {"bench"},
-    "msgspec": {"engine", "serve"},
-    "zmq": {"engine"},
-    "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat"},
+    "msgspec": {"engine", "executor", "serve"},
+    "zmq": {"engine", "executor"},
+    "ray": {"engine"},
+    "jax": {"executor", "worker", "models", "sample", "weights", "layers", "compat", "plan", "bench"},
 }
 
 
@@ -106,7 +107,7 @@ def test_device_packages_know_nothing_of_the_engine(package: str):
 def test_importing_jaxllm_starts_no_backend():
     code = (
         "import sys, jaxllm; from jaxllm import SamplingParams, EngineArgs; import jaxllm.core.scheduler; "
-        "import jaxllm.engine.async_llm, jaxllm.engine.core_proc; "
+        "import jaxllm.engine.async_llm, jaxllm.engine.core_proc, jaxllm.executor.multiproc; "
         "assert 'jax' not in sys.modules and 'transformers' not in sys.modules, sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -16,7 +16,10 @@ COMMANDS = {
     "throughput": "many requests to the engine itself, without a server",
     "latency": "one batch to the engine itself, again and again",
     "host": "what the host does in a step, by the number of running requests, with a device that costs nothing",
+    "simulate": "thousands of engines on a virtual clock: the real scheduler and load balancer, without a device",
+    "measure-steps": "step times of the engine on this machine, for simulate",
     "startup": "the phases of an engine's start, with and without compiled programs",
+    "trace": "what the folder of --profile says: the stages of the steps and the device's idle gaps",
 }
 _HTTP_COMMANDS = ("serve", "sweep")
 
@@ -72,6 +75,21 @@ def _add_command(name: str, parser: ArgumentParser, flags: Sequence[str]) -> Cal
 
         host.add_host_args(parser)
         return host.run
+    if name == "trace":
+        from jaxllm.bench import trace
+
+        trace.add_trace_args(parser)
+        return trace.run
+    if name == "simulate":
+        from jaxllm.bench import simulate
+
+        simulate.add_simulate_args(parser)
+        return simulate.run
+    if name == "measure-steps":
+        from jaxllm.bench import measure_steps
+
+        measure_steps.add_measure_steps_args(parser)
+        return measure_steps.run
     from jaxllm.bench import offline
 
     (offline.add_throughput_args if name == "throughput" else offline.add_latency_args)(parser)

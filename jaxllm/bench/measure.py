@@ -28,7 +28,7 @@ from jaxllm.bench.metrics import (
 )
 from jaxllm.bench.prompts import TextPrompts
 from jaxllm.bench.serve_args import SAMPLING_FLAGS, ramp_up_of
-from jaxllm.bench.server_metrics import difference, prefix_cache_result, spec_decode_result
+from jaxllm.bench.server_metrics import difference, engine_result, prefix_cache_result, spec_decode_result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -172,7 +172,8 @@ async def measure(
             records, duration = await run_load(
                 client, requests, options, times, max_concurrency=max_concurrency, on_done=bar.update
             )
-    grown = difference(before, await client.get_text("/metrics"))
+    after = await client.get_text("/metrics")
+    grown = difference(before, after)
 
     names = parse_latencies(args.percentile_metrics)
     if max_concurrency is not None:
@@ -199,6 +200,7 @@ async def measure(
         }
     result |= metrics.as_result()
     result |= _details(records, count_tokens) | _probe_result(probes) | spec_decode_result(grown) | prefix_cache_result(grown)
+    result |= engine_result(before, after)
     _note_lengths(requests, records)
     return Run(result, records)
 

@@ -60,6 +60,8 @@ def run_throughput(args: argparse.Namespace) -> int:
     )
     print(f"Total num prompt tokens: {result['total_prompt_tokens']}")
     print(f"Total num output tokens: {result['total_output_tokens']}")
+    if result["padding_share"] is not None:
+        print(f"Padding: {100 * result['padding_share']:.1f}% of the tokens that the device computed")
     _write(args, result)
     return 0
 
@@ -96,7 +98,8 @@ def measure_throughput(
     """Generate all the tokens that the requests ask for, in one call.
 
     Returns:
-        vLLM's names; `tokens_per_second` counts prompts and outputs, all times are seconds.
+        vLLM's names; `tokens_per_second` counts prompts and outputs, all times are seconds. `padding_share` is None where the
+        engine keeps no statistics.
 
     Raises:
         ValueError: if a request does not fit in the model's context.
@@ -119,9 +122,11 @@ def measure_throughput(
         )
         for request in requests
     ]
+    before = _step_tokens(llm)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=use_tqdm)
     elapsed = time.perf_counter() - start
+    computed, padding = (after - then for after, then in zip(_step_tokens(llm), before, strict=True))
     num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_output_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     return {
@@ -133,7 +138,14 @@ def measure_throughput(
         "output_tokens_per_second": num_output_tokens / elapsed,
         "total_prompt_tokens": num_prompt_tokens,
         "total_output_tokens": num_output_tokens,
+        "padding_share": padding / (computed + padding) if computed else None,
     }
+
+
+def _step_tokens(llm: LLM) -> tuple[float, float]:
+    """Tokens that steps have computed for requests, and to fill buckets; zeros if the engine does not count."""
+    metrics = llm.engine.metrics
+    return (0.0, 0.0) if metrics is None else (metrics.computed_tokens.value, metrics.padding_tokens.value)
 
 
 def latency_result(latencies: Sequence[float]) -> dict[str, Any]:

@@ -52,6 +52,11 @@ def serving_table(result: Mapping[str, Any], percentiles: Sequence[float]) -> st
     for title, rows in (("Probe Requests", _PROBES), ("Speculative Decoding", _SPEC_DECODE)):
         if found := _rows(result, rows):
             lines += [title.center(_WIDTH, "-"), *found]
+    if engines := result.get("engine_tokens"):
+        per_engine = {f"engine_{index}": count for index, count in enumerate(engines)}
+        rows = [(name, f"Tokens of engine {index}:") for index, name in enumerate(per_engine)]
+        rows.append(("engine_imbalance", "Less than the busiest (%):"))
+        lines += ["Engines".center(_WIDTH, "-"), *_rows({**result, **per_engine}, rows)]
     for name, (label, title) in LATENCIES.items():
         rows = [(f"mean_{name}_ms", f"Mean {label} (ms):"), (f"median_{name}_ms", f"Median {label} (ms):")]
         rows += [(f"p{word}_{name}_ms", f"P{word} {label} (ms):") for word in map(percentile_word, percentiles)]

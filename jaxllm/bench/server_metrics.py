@@ -8,6 +8,7 @@ from typing import Any
 PREFIXES = ("jaxllm:", "vllm:")
 _SAMPLE = re.compile(r"(?P<name>[^\s{]+)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _POSITION = re.compile(r'position="(\d+)"')
+_ENGINE = re.compile(r'engine="(\d+)"')
 _PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 
 Counters = Mapping[str, float]
@@ -34,6 +35,31 @@ def difference(before: str | None, after: str | None) -> Counters:
         return {}
     old = parse_counters(before)
     return {name: value - old.get(name, 0.0) for name, value in parse_counters(after).items()}
+
+
+def engine_result(before: str | None, after: str | None) -> dict[str, Any]:
+    """How a run was shared out among a server's engines; nothing if there are not several.
+
+    `engine_tokens` are prompt tokens and generated ones of each. `engine_imbalance` is in percent: how much less than the busiest
+    the idlest had.
+    """
+    tokens = _tokens_by_engine(after)
+    if before is None or len(tokens) < 2:
+        return {}
+    old = _tokens_by_engine(before)
+    grown = [int(tokens[engine] - old.get(engine, 0.0)) for engine in sorted(tokens)]
+    most = max(grown)
+    return {"engine_tokens": grown, "engine_imbalance": 100 * (most - min(grown)) / most} if most else {}
+
+
+def _tokens_by_engine(text: str | None) -> dict[int, float]:
+    tokens: dict[int, float] = defaultdict(float)
+    for line in (text or "").splitlines():
+        match = _SAMPLE.match(line)
+        name = match["name"].partition(":")[2] if match is not None and match["name"].startswith(PREFIXES) else ""
+        if name in ("prompt_tokens_total", "generation_tokens_total") and (engine := _ENGINE.search(match["labels"] or "")):
+            tokens[int(engine[1])] += float(match["value"])
+    return tokens
 
 
 def spec_decode_result(grown: Counters) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxllm.config import check_at_least
 from jaxllm.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+from jaxllm.core.kv_events import KVEventLog
 
 
 class BlockPool:
@@ -18,6 +19,9 @@ class BlockPool:
 
     Raises:
         ValueError: if there is no block beside the null block.
+
+    Attributes:
+        events: notes what the prefix cache of the first group gains and loses; None to note nothing.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
@@ -27,6 +31,7 @@ class BlockPool:
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self.free_queue = FreeKVCacheBlockQueue(self.blocks[1:])
+        self.events: KVEventLog | None = None
         # Hash → block, or → block id → block if several hold the same, the first cached first.
         self._cached: list[dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]]] = [{} for _ in range(num_groups)]
 
@@ -77,6 +82,8 @@ class BlockPool:
                 twin[block.block_id] = block
             elif twin is not block:
                 cached[block_hash] = {twin.block_id: twin, block.block_id: block}
+            elif self.events is not None and group_id == 0:
+                self.events.note_stored(block_hash)
 
     def uncache_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Make blocks unfindable. Null blocks and blocks without a prefix among them are passed over."""
@@ -94,6 +101,8 @@ class BlockPool:
         else:
             assert twins is block, f"{block!r} is not in the prefix cache, {twins!r} is in its place"
             del cached[block.block_hash]
+            if self.events is not None and block.group_id == 0:
+                self.events.note_removed(block.block_hash)
         block.block_hash = None
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -130,6 +139,8 @@ class BlockPool:
             return False
         for cached in self._cached:
             cached.clear()
+        if self.events is not None:
+            self.events.note_cleared()
         for block in self.blocks:
             block.block_hash = None
         return True

@@ -1,6 +1,7 @@
 """KVCacheManager: the scheduler's view of the KV cache. Requests and token counts in, block ids out."""
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain, zip_longest
 
 from jaxllm.core.block_pool import BlockPool
@@ -157,6 +158,14 @@ class KVCacheManager:
                 manager.cache_blocks(request_id, request.block_hashes, num_known_tokens)
         request.kv_quiet_until = self._quiet_until(request_id, num_certain_tokens)
         return new_block_ids if any(new_block_ids) else NO_BLOCKS
+
+    def fits(self, requests: Sequence[Request], num_new_tokens: Sequence[int]) -> bool:
+        """Whether `allocate_slots` can give each of these running requests its number of new tokens, all of them together."""
+        needed = 0
+        for request, num_tokens in zip(requests, num_new_tokens, strict=True):
+            num_slots = min(request.num_computed_tokens + num_tokens, self.max_model_len)
+            needed += sum(manager.num_blocks_to_take(request.request_id, num_slots, ()) for manager in self.managers)
+        return needed <= self.block_pool.num_free_blocks
 
     def _quiet_until(self, request_id: str, num_certain_tokens: int) -> int:
         """The number of slots from which the table must grow, a block becomes full, or one leaves a window."""

@@ -7,6 +7,9 @@ import numpy as np
 
 from jaxllm.sampling_params import SamplingParams
 
+# Token ids that end a request and that the devices know. A request with more is decoded one step at a time.
+MAX_END_TOKEN_IDS = 16
+
 
 class LogprobsLists(NamedTuple):
     """Log probabilities of n positions. The first column is the sampled (or prompt) token, the others the k best.
@@ -35,6 +38,7 @@ class NewRequestData:
         num_prompt_tokens: how many of them are the prompt.
         block_ids: the whole block table, one list for each KV cache group.
         num_computed_tokens: tokens whose KV is in the cache already; the first one scheduled now has this position.
+        end_token_ids: those that end the request, EOS among them; empty if there are more than MAX_END_TOKEN_IDS.
     """
 
     req_id: str
@@ -43,6 +47,7 @@ class NewRequestData:
     sampling_params: SamplingParams
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int
+    end_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -70,6 +75,8 @@ class SchedulerOutput:
         scheduled_spec_decode_tokens: draft tokens among them.
         finished_req_ids: requests that ended since the last step; the workers forget them before anything else.
         preempted_req_ids: requests preempted in this step; the workers forget these too. A resumed request comes back as new.
+        num_decode_steps: if more than 1, every request decodes, and `num_scheduled_tokens` says how many tokens one after the
+            other: at most this many, fewer if one of its `end_token_ids` is sampled.
     """
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
@@ -79,6 +86,7 @@ class SchedulerOutput:
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
+    num_decode_steps: int = 1
 
 
 class WorkerStepStats(NamedTuple):
@@ -89,12 +97,14 @@ class WorkerStepStats(NamedTuple):
         wait_time: seconds from then until its results were on the host.
         num_padding_tokens: computed for nobody, to fill the bucket.
         num_compiles: programs compiled since the engine was ready, in all steps; a fault if it is not 0.
+        num_tokens: computed for requests.
     """
 
     dispatch_time: float = 0.0
     wait_time: float = 0.0
     num_padding_tokens: int = 0
     num_compiles: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxllm.core.kv_cache_utils import BlockHasher, encode_extra_keys
+from jaxllm.core.output import MAX_END_TOKEN_IDS
 from jaxllm.core.types import EngineCoreEvent, EngineCoreRequest, EventType, FinishReason
 
 
@@ -39,6 +40,18 @@ _FINISH_REASONS = {
 }
 
 
+def block_extras(request: EngineCoreRequest) -> tuple[bytes, bytes]:
+    """What enters the hash of the first block, and of the others, beside tokens."""
+    return encode_extra_keys(request.extra_keys, request.cache_salt), encode_extra_keys(request.extra_keys, None)
+
+
+def prompt_block_hashes(request: EngineCoreRequest, block_hasher: BlockHasher) -> list[bytes]:
+    """Of the full blocks of its prompt, in order."""
+    hashes: list[bytes] = []
+    block_hasher.extend(hashes, request.prompt_token_ids, *block_extras(request))
+    return hashes
+
+
 class Request:
     """A request inside the engine core.
 
@@ -46,6 +59,8 @@ class Request:
 
     Attributes:
         eos_token_id: None if the request goes on after it (`ignore_eos`).
+        end_token_ids: all tokens that end the request, as NewRequestData has them.
+        needs_host_each_token: whether the devices cannot tell by themselves when the request ends.
         stop_reason: the stop token id that ended the request, or what else did; None for EOS and lengths.
         all_token_ids: the prompt and what was sampled. Changed by `append_output_token_ids` only.
         block_hashes: of the full blocks of `all_token_ids`, in order; empty without a block hasher.
@@ -70,11 +85,13 @@ class Request:
         "block_hasher",
         "block_hashes",
         "client_index",
+        "end_token_ids",
         "eos_token_id",
         "events",
         "is_prefill_chunk",
         "kv_quiet_until",
         "max_tokens",
+        "needs_host_each_token",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_output_placeholders",
@@ -106,6 +123,11 @@ class Request:
         self.max_tokens = params.max_tokens
         self.stop_token_ids = params.stop_token_ids
         self.eos_token_id = None if params.ignore_eos else request.eos_token_id
+        ends = dict.fromkeys([*([] if self.eos_token_id is None else [self.eos_token_id]), *self.stop_token_ids])
+        fits = len(ends) <= MAX_END_TOKEN_IDS
+        self.end_token_ids = tuple(ends) if fits else ()
+        # A stop string is found in the text, by the front end; a repetition in the tokens, by the scheduler.
+        self.needs_host_each_token = bool(params.stop or params.repetition_detection is not None or not fits)
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
@@ -123,8 +145,7 @@ class Request:
 
         self.block_hasher = block_hasher
         self.block_hashes: list[bytes] = []
-        self._first_block_extra = encode_extra_keys(request.extra_keys, request.cache_salt)
-        self._later_block_extra = encode_extra_keys(request.extra_keys, None)
+        self._first_block_extra, self._later_block_extra = block_extras(request)
         self._next_block_end = sys.maxsize
         if block_hasher is not None:
             self._hash_full_blocks(block_hasher)

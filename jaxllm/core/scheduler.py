@@ -11,6 +11,7 @@ from jaxllm.config import CacheConfig, SchedulerConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig
 from jaxllm.core.kv_cache_manager import BlockIds, KVCacheManager
 from jaxllm.core.kv_cache_utils import BlockHasher
+from jaxllm.core.multi_step import decode_counts
 from jaxllm.core.output import CachedRequestData, LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxllm.core.request import Request, RequestStatus
 from jaxllm.core.request_queue import create_request_queue
@@ -24,14 +25,17 @@ class _Step:
 
     Attributes:
         token_budget: tokens that may still be scheduled.
+        max_rows: most requests.
         max_tokens_per_request: most tokens of one request.
         running: requests scheduled from the running list, in order.
         admitted: requests scheduled from the queue, in order.
         num_scheduled_tokens: request id → tokens, in the order of scheduling.
         new_block_ids: of requests in `running` that got blocks.
+        num_decode_steps: as in SchedulerOutput.
     """
 
     token_budget: int
+    max_rows: int
     max_tokens_per_request: int
     timestamp: float
     running: list[Request] = field(default_factory=list)
@@ -40,6 +44,7 @@ class _Step:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     new_block_ids: dict[str, BlockIds] = field(default_factory=dict)
     spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    num_decode_steps: int = 1
 
     def take_back(self, request: Request) -> None:
         """Unschedule a request from the running list, if it was scheduled."""
@@ -70,6 +75,7 @@ class Scheduler:
         running: requests that hold blocks, in the order in which steps serve them.
         waiting: the queue of those that hold none: new ones and preempted ones.
         block_hasher: for `Request.from_engine_core_request`; None if prefix caching is off.
+        max_decode_steps: most tokens of a request in one step of nothing but decodes. Whoever measures steps may lower it.
     """
 
     def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -80,8 +86,11 @@ class Scheduler:
             scheduler_config.max_model_len,
             cache_config.enable_prefix_caching,
             # Beside what one step computes and drafts, what a step in flight samples and drafts.
-            scheduler_config.max_num_batched_tokens + 2 * scheduler_config.num_lookahead_tokens + 1,
+            max(scheduler_config.max_num_batched_tokens, scheduler_config.num_decode_steps)
+            + 2 * scheduler_config.num_lookahead_tokens
+            + scheduler_config.num_decode_steps,
         )
+        self.max_decode_steps = scheduler_config.num_decode_steps
         if self.kv_cache_manager.block_size != cache_config.block_size:
             raise ValueError(
                 f"block_size of the KV cache must be that of its configuration, {cache_config.block_size}, "
@@ -101,6 +110,8 @@ class Scheduler:
         # Ended requests whose last steps are still in flight, with the number of these.
         self._num_orphaned_steps: dict[str, int] = {}
         self._num_preemptions = 0
+        # Running requests that the next step must pass over.
+        self._held_back: set[str] = set()
 
     def add_request(self, request: Request, timestamp: float = 0.0) -> None:
         """Queue a request.
@@ -138,6 +149,8 @@ class Scheduler:
         config = self.config
         step = _Step(
             token_budget=config.max_num_batched_tokens,
+            # The stages of a pipeline work on different requests, so each step leaves some for the others.
+            max_rows=-(-min(len(self.requests), config.max_num_seqs) // config.num_pipeline_stages),
             # Long prefills are cut short for the sake of the other requests, if there are any.
             max_tokens_per_request=(config.long_prefill_token_threshold if len(self.requests) > 1 else 0)
             or config.max_num_batched_tokens + self.max_model_len,
@@ -146,6 +159,8 @@ class Scheduler:
         self._schedule_running(step)
         if not step.preempted_req_ids:
             self._schedule_waiting(step)
+        if self.max_decode_steps > 1:
+            self._schedule_further_decodes(step)
         output = self._make_output(step)
         self._update_after_schedule(step.running, output)
         self._update_after_schedule(step.admitted, output)
@@ -157,7 +172,7 @@ class Scheduler:
         max_num_computed_tokens = self.max_model_len - 1
         running = self.running
         index = 0
-        while index < len(running) and step.token_budget > 0:
+        while index < len(running) and step.token_budget > 0 and len(step.num_scheduled_tokens) < step.max_rows:
             request = running[index]
             num_placeholders = request.num_output_placeholders
             num_tokens = len(request.all_token_ids) + num_placeholders
@@ -168,9 +183,11 @@ class Scheduler:
             if num_computed_tokens + num_new_tokens > max_num_computed_tokens:
                 # The last token that a model of this length can have is sampled, never computed.
                 num_new_tokens = max_num_computed_tokens - num_computed_tokens
-            # A step in flight samples at least one token: whether that is the last one is certain, its value is not needed.
-            is_ending = num_placeholders and request.num_output_tokens + 1 >= request.max_tokens
-            if num_new_tokens <= 0 or is_ending:
+            # How many tokens the steps in flight sample is certain (but for drafts, where it is at least one), and so is whether
+            # these are the last ones; their values are not needed. A request that they end otherwise ends all the same.
+            num_certain = 1 if num_lookahead_tokens else num_placeholders
+            is_ending = num_placeholders and request.num_output_tokens + num_certain >= request.max_tokens
+            if num_new_tokens <= 0 or is_ending or request.request_id in self._held_back:
                 index += 1
                 continue
 
@@ -202,7 +219,10 @@ class Scheduler:
     def _schedule_waiting(self, step: _Step) -> None:
         manager, waiting = self.kv_cache_manager, self.waiting
         skipped: list[Request] = []
-        while waiting and step.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
+        num_scheduled_tokens, max_num_seqs = step.num_scheduled_tokens, self.config.max_num_seqs
+        while (
+            waiting and step.token_budget > 0 and len(self.running) < max_num_seqs and len(num_scheduled_tokens) < step.max_rows
+        ):
             request = waiting.peek()
             if request.num_steps_in_flight:
                 # Preempted while a step of it was under way. It can only be resumed with all its tokens known.
@@ -239,6 +259,23 @@ class Scheduler:
             step.token_budget -= num_new_tokens
         waiting.prepend_all(skipped)
 
+    def _schedule_further_decodes(self, step: _Step) -> None:
+        """Let a step of nothing but decodes go on for several tokens a request, unless somebody waits: it would wait longer."""
+        if self.waiting or step.admitted or step.preempted_req_ids or step.spec_decode_tokens:
+            return
+        counts = decode_counts(step.running, self.max_decode_steps, self.max_model_len, self.kv_cache_manager)
+        step.num_decode_steps = max(counts, default=1)
+        for request, num_tokens in zip(step.running, counts, strict=False):
+            request_id = request.request_id
+            block_ids = self.kv_cache_manager.allocate_slots(request, num_tokens)
+            assert block_ids is not None, f"no blocks for {num_tokens} tokens of request {request_id!r}, which were counted"
+            if block_ids:
+                first = step.new_block_ids.get(request_id)
+                both = block_ids if first is None else tuple(a + b for a, b in zip(first, block_ids, strict=True))
+                step.new_block_ids[request_id] = both
+            step.token_budget -= num_tokens - step.num_scheduled_tokens[request_id]
+            step.num_scheduled_tokens[request_id] = num_tokens
+
     def _make_output(self, step: _Step) -> SchedulerOutput:
         req_ids = [request.request_id for request in step.running]
         output = SchedulerOutput(
@@ -250,6 +287,7 @@ class Scheduler:
                     sampling_params=request.sampling_params,
                     block_ids=self.kv_cache_manager.get_block_ids(request.request_id),
                     num_computed_tokens=request.num_computed_tokens,
+                    end_token_ids=request.end_token_ids,
                 )
                 for request in step.admitted
             ],
@@ -267,6 +305,7 @@ class Scheduler:
             scheduled_spec_decode_tokens=step.spec_decode_tokens,
             finished_req_ids=self._finished_req_ids,
             preempted_req_ids=step.preempted_req_ids | self._preempted_req_ids,
+            num_decode_steps=step.num_decode_steps,
         )
         self._finished_req_ids = set()
         self._preempted_req_ids = set()
@@ -321,6 +360,7 @@ class Scheduler:
         sampled_token_ids, row_of = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         logprobs, logprobs_start = model_runner_output.logprobs, model_runner_output.logprobs_start
         spec_decode_tokens = scheduler_output.scheduled_spec_decode_tokens
+        is_multi_step = scheduler_output.num_decode_steps > 1
         outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         stopped: list[Request] = []
         for request_id in scheduler_output.num_scheduled_tokens:
@@ -335,8 +375,13 @@ class Scheduler:
                 continue
             is_running = request.status is running_status
             is_first = len(request.all_token_ids) == request.num_prompt_tokens
-            if request_id in spec_decode_tokens:
-                num_drafts = len(spec_decode_tokens[request_id])
+            if request_id in spec_decode_tokens or is_multi_step:
+                # Tokens decoded one after the other are like drafts, all of them right until the request ends.
+                num_drafts = (
+                    scheduler_output.num_scheduled_tokens[request_id] - 1
+                    if is_multi_step
+                    else len(spec_decode_tokens[request_id])
+                )
                 new_token_ids, is_stopped = self._append_accepted(request, new_token_ids, num_drafts)
             else:
                 assert len(new_token_ids) == 1, f"{len(new_token_ids)} tokens without drafts for request {request_id!r}"

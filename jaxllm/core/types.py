@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxllm.core.kv_events import KVEvents
 from jaxllm.core.output import LogprobsLists
 from jaxllm.sampling_params import SamplingParams
 
@@ -108,6 +109,7 @@ class StepStats:
     update_time: float = 0.0
     num_padding_tokens: int = 0
     num_compiles: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -134,6 +136,8 @@ class EngineCoreOutputs:
         timestamp: `time.monotonic()` at the end of the step.
         finished_requests: ids of requests that ended in this step, with or without an output.
         utility_result: the answer to a call that is not a request, with its id.
+        kv_events: what the prefix cache has gained and lost, if requests are routed by it; for every front end.
+        engine_index: which engine core; not sent, since the front end knows where it came from.
     """
 
     outputs: list[EngineCoreOutput] = field(default_factory=list)
@@ -141,3 +145,5 @@ class EngineCoreOutputs:
     timestamp: float = 0.0
     finished_requests: set[str] | None = None
     utility_result: tuple[int, Any] | None = None
+    kv_events: KVEvents | None = None
+    engine_index: int = 0

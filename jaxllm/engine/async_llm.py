@@ -14,7 +14,9 @@ from jaxllm.config import EngineConfig
 from jaxllm.core.types import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from jaxllm.engine.admission import AdmissionControl
 from jaxllm.engine.core import PauseMode
-from jaxllm.engine.errors import EngineDeadError
+from jaxllm.engine.dp_client import DPLBAsyncMPClient
+from jaxllm.engine.engine_group import FrontEnd
+from jaxllm.engine.errors import EngineDeadError, EngineLostError
 from jaxllm.engine.input_processor import InputProcessor, Prompt
 from jaxllm.engine.metrics import EngineMetrics, IterationStats, Metric
 from jaxllm.engine.mp_client import AsyncMPClient
@@ -24,6 +26,7 @@ from jaxllm.engine.parallel_sampling import ParentRequest
 from jaxllm.executor.abstract import Executor
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.trace import open_trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,7 +49,8 @@ class AsyncLLM:
 
     Args:
         tokenizer: None to take and give token ids only.
-        executor_class: by default `Executor.get_class()`. The engine core's process imports it from its module.
+        executor_class: by default the one that the configuration names. The engine core's process imports it from its module.
+        front_end: to use engine cores that another process starts, with other front ends.
 
     Raises:
         ValueError: for a configuration that does not fit the model or the devices.
@@ -58,18 +62,35 @@ class AsyncLLM:
         config: EngineConfig,
         tokenizer: "PreTrainedTokenizerFast | None",
         executor_class: type[Executor] | None = None,
+        front_end: FrontEnd | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer, config.log_stats, config.stream_interval)
-        self.metrics = EngineMetrics(config.model.max_model_len) if config.log_stats else None
-        self.admission = AdmissionControl(config, self.output_processor, self.metrics)
+        parallel = config.parallel
+        self._ranks = range(parallel.data_parallel_start_rank, parallel.data_parallel_start_rank + parallel.data_parallel_size)
+        self.metrics = self._make_metrics() if config.log_stats else []
+        self.admission = AdmissionControl(config, self.output_processor, self.metrics[0] if self.metrics else None)
         self._is_draining = False
         self._output_error: Exception | None = None
+        self._moved_requests: set[str] = set()  # to another engine core, since theirs had died
         self._output_handler: asyncio.Task[None] | None = None
-        self.engine_core = AsyncMPClient(config, executor_class, config.log_stats)
+        self._is_one_of_several = front_end is not None
+        self.engine_core: AsyncMPClient | DPLBAsyncMPClient
+        if config.parallel.has_one_engine and front_end is None:
+            self.engine_core = AsyncMPClient(config, executor_class, config.log_stats)
+        else:
+            self.engine_core = DPLBAsyncMPClient(config, executor_class, config.log_stats, front_end)
+        self._trace = open_trace(config.profile_dir, "front end")
         self._tokenizer_threads = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
+
+    def _make_metrics(self) -> list[EngineMetrics]:
+        """By engine index."""
+        max_model_len = self.config.model.max_model_len
+        if self._ranks == range(1) and self.config.parallel.data_parallel_backend == "mp":
+            return [EngineMetrics(max_model_len)]
+        return [EngineMetrics(max_model_len, engine=str(rank)) for rank in self._ranks]
 
     @classmethod
     def from_engine_args(
@@ -102,7 +123,7 @@ class AsyncLLM:
             request_id: the id that outputs carry. Several requests may share it; `abort` ends all of them.
             priority: lower is served first, under the priority policy.
             cache_salt: only prompts with the same salt share cached blocks.
-            data_parallel_rank: which engine core is to run it; there is one, of rank 0.
+            data_parallel_rank: which engine core is to run it; None leaves it to the load balancer.
 
         Yields:
             Outputs, as `sampling_params.output_kind` says; the last one is `finished`.
@@ -137,8 +158,12 @@ class AsyncLLM:
         data_parallel_rank: int | None,
     ) -> tuple[RequestOutputCollector, str]:
         """Check, tokenize and queue a request. Returns where its outputs come, and its internal id."""
-        if data_parallel_rank not in (None, 0):
-            raise ValueError(f"data_parallel_rank must be in [0, 0], got {data_parallel_rank!r}")
+        engine = None
+        if data_parallel_rank is not None:
+            if data_parallel_rank not in self._ranks:
+                ranks = f"[{self._ranks[0]}, {self._ranks[-1]}]"
+                raise ValueError(f"data_parallel_rank must be in {ranks}, got {data_parallel_rank!r}")
+            engine = data_parallel_rank - self._ranks[0]
         self._check_accepting()
         # Before the work, and after it, when it is known how much it is.
         self.admission.check(1, 0)
@@ -149,17 +174,19 @@ class AsyncLLM:
             request, text = await asyncio.get_running_loop().run_in_executor(
                 self._tokenizer_threads, self.input_processor.process_inputs, *arguments
             )
+        if self._start_output_handler():
+            await asyncio.sleep(0)  # it takes in what has happened since it last ran
+        # From here on nobody else gets a turn, so that what is checked still holds when the request is queued.
         self._check_accepting()
         params = request.sampling_params
         self.admission.check(params.n, len(request.prompt_token_ids))
-        self._start_output_handler()
         outputs = RequestOutputCollector(params.output_kind)
         if params.n == 1:
-            self._queue(request, request_id, text, outputs)
+            self._queue(request, request_id, text, outputs, engine)
         else:
             parent = ParentRequest(request)
             for index, child in enumerate(parent.make_children(request)):
-                self._queue(child, request_id, text, outputs, parent, index)
+                self._queue(child, request_id, text, outputs, engine, parent, index)
         return outputs, request.request_id
 
     def _queue(
@@ -168,12 +195,13 @@ class AsyncLLM:
         request_id: str,
         text: str | None,
         outputs: RequestOutputCollector,
+        engine: int | None,
         parent: ParentRequest | None = None,
         index: int = 0,
     ) -> None:
         try:
             self.output_processor.add_request(request, request_id, text, parent, index, outputs)
-            self.engine_core.add_request(request)
+            self.engine_core.add_request(request, engine)
         except BaseException:
             # All of it or nothing: of n requests, those queued already go too.
             self._abort([request.request_id if parent is None else parent.request_id], internal=True)
@@ -186,16 +214,24 @@ class AsyncLLM:
         """End requests, by the ids that the caller gave. Their streams end with reason "abort"; unknown ids are ignored."""
         self._abort([request_ids] if isinstance(request_ids, str) else request_ids, internal=False)
 
-    def _start_output_handler(self) -> None:
+    def _start_output_handler(self) -> bool:
+        """Returns whether it did not run."""
         # Also when an earlier event loop took the last one with it.
-        if self._output_handler is None or self._output_handler.done():
-            self._output_handler = asyncio.get_running_loop().create_task(self._handle_outputs(), name="output_handler")
+        if self._output_handler is not None and not self._output_handler.done():
+            return False
+        self._output_handler = asyncio.get_running_loop().create_task(self._handle_outputs(), name="output_handler")
+        return True
 
     async def _handle_outputs(self) -> None:
         """Bring the engine core's outputs to the streams, and its death."""
         try:
             while True:
-                await self._process(await self.engine_core.get_output())
+                try:
+                    outputs = await self.engine_core.get_output()
+                except EngineLostError as loss:
+                    self._lose_engine(loss)
+                    continue
+                await self._process(outputs)
         except Exception as error:
             if not isinstance(error, EngineDeadError):
                 logger.exception("outputs cannot be processed")
@@ -203,8 +239,31 @@ class AsyncLLM:
             self._output_error = error
             self.output_processor.fail_all(str(error))
 
+    def _lose_engine(self, loss: EngineLostError) -> None:
+        """Its requests of which nothing has been given away begin again elsewhere, the others end."""
+        moved, ended = [], []
+        for request in loss.requests:
+            # Once: a request of which engine cores die must not go to all of them.
+            may_move = request.request_id not in self._moved_requests and self.output_processor.restart_request(request)
+            if may_move and self._move(request):
+                moved.append(request.request_id)
+            elif request.request_id in self.output_processor.request_states:
+                ended.append(request.request_id)
+        logger.error("%s; of its requests %d begin again elsewhere, %d end", loss, len(moved), len(ended))
+        self.output_processor.fail(ended, lambda: EngineLostError(str(loss), loss.engine_index))
+        self._moved_requests &= self.output_processor.request_states.keys()
+        self._moved_requests.update(moved)
+
+    def _move(self, request: EngineCoreRequest) -> bool:
+        try:
+            self.engine_core.add_request(request)
+        except EngineDeadError:
+            return False  # there is no other
+        return True
+
     async def _process(self, outputs: EngineCoreOutputs) -> None:
-        iteration = IterationStats(time.time()) if self.metrics is not None else None
+        begin = time.monotonic()
+        iteration = IterationStats(time.time()) if self.metrics else None
         for start in range(0, len(outputs.outputs), OUTPUTS_PER_TURN):
             if start:
                 await asyncio.sleep(0)
@@ -212,14 +271,41 @@ class AsyncLLM:
                 outputs.outputs[start : start + OUTPUTS_PER_TURN], outputs.timestamp, iteration
             )
             self.engine_core.abort_requests(processed.reqs_to_abort)
-        if self.metrics is not None and iteration is not None:
-            self.metrics.record(outputs.scheduler_stats, iteration)
+        if iteration is not None:
+            self.metrics[outputs.engine_index].record(outputs.scheduler_stats, iteration)
+        if self._trace is not None:
+            self._trace.span("detokenize", begin, time.monotonic(), outputs=len(outputs.outputs))
 
     @property
     def dead_error(self) -> EngineDeadError | None:
         """Why no request can be served any more; None while they can."""
         error = self._output_error or self.engine_core.dead_error
         return None if error is None else EngineDeadError(str(error))
+
+    @property
+    def num_engines(self) -> int:
+        """That take requests, or will once they have been started again."""
+        return self.engine_core.num_engines
+
+    async def scale(self, data_parallel_size: int) -> None:
+        """Change the number of engine cores while they serve; see DPLBAsyncMPClient.scale. Returns when it is done.
+
+        Raises:
+            ValueError: if it is no number of engine cores, or their number cannot change, or is changing.
+            EngineStartError: if a new one does not become ready; all is as before then.
+        """
+        if not isinstance(self.engine_core, DPLBAsyncMPClient):
+            raise ValueError("the number of engines is fixed: only data_parallel_backend 'ray' can change it")
+        # Outputs are what a leaving engine core is waited for.
+        self._start_output_handler()
+        await self.engine_core.scale(data_parallel_size)
+        first = self._ranks.start
+        self._ranks = range(first, first + data_parallel_size)
+        if self.metrics:
+            max_model_len = self.config.model.max_model_len
+            # One that has left keeps what it has counted.
+            new = self._ranks[len(self.metrics) :]
+            self.metrics += [EngineMetrics(max_model_len, engine=str(rank)) for rank in new]
 
     @property
     def errored(self) -> bool:
@@ -325,14 +411,22 @@ class AsyncLLM:
         return self.tokenizer
 
     def get_metrics(self) -> list[Metric]:
-        """Totals since the start.
+        """Totals since the start; of several engine cores each has its own, labelled `engine`.
 
         Raises:
             ValueError: if the engine keeps no statistics.
         """
-        if self.metrics is None:
+        if not self.metrics:
             raise ValueError("the engine keeps no statistics: it was started with disable_log_stats=True")
-        return self.metrics.snapshot()
+        if self._is_one_of_several and isinstance(self.engine_core, DPLBAsyncMPClient):
+            # A step tells one front end only what the engine core has to do; the coordinator tells all.
+            for metrics, load in zip(self.metrics, self.engine_core.loads, strict=True):
+                if load is not None:
+                    metrics.num_requests_waiting.value = load.waiting
+                    metrics.num_requests_running.value = load.running
+                    metrics.kv_cache_usage.value = load.kv_cache_usage
+        # Those of one name together.
+        return [metric for group in zip(*(one.snapshot() for one in self.metrics), strict=True) for metric in group]
 
     async def drain(self, timeout: float) -> None:
         """Take no more requests, wait at most `timeout` seconds for the end of those that there are, then abort the rest.
@@ -356,6 +450,8 @@ class AsyncLLM:
         if self._output_handler is not None and not self._output_handler.get_loop().is_closed():
             self._output_handler.cancel()
         self.output_processor.fail_all(str(self.dead_error))
+        if self._trace is not None:
+            self._trace.close()
 
 
 def _num_chars(prompt: object) -> int:

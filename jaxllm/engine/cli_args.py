@@ -4,13 +4,14 @@ import argparse
 import inspect
 import json
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from jaxllm.engine.engine_args import EngineArgs, parse_unknown
+from jaxllm.engine.engine_args import EngineArgs, UsageContext, parse_unknown
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -19,8 +20,6 @@ class ArgumentParser(argparse.ArgumentParser):
     """Takes --max_model_len for --max-model-len, and suggests the nearest flag for an unknown one."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None):  # type: ignore[override]
-        import sys
-
         args = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args([_with_dashes(arg) for arg in args], namespace)
 
@@ -171,3 +170,19 @@ def fields_of[T](namespace: argparse.Namespace, cls: type[T]) -> T:
 def engine_args_of(namespace: argparse.Namespace) -> EngineArgs:
     """The EngineArgs among parsed flags."""
     return fields_of(namespace, EngineArgs)
+
+
+def run_node(args: EngineArgs, usage: UsageContext) -> int:
+    """What a command does on a machine whose node rank is not 0: run its workers until node 0 ends. Returns the exit code.
+
+    Raises:
+        ValueError: for a configuration that is not that of node 0.
+    """
+    from jaxllm.executor import nodes
+
+    try:
+        nodes.run_node(args.create_engine_config(usage))
+    except nodes.WorkerGoneError as error:
+        print(f"jaxllm: error: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -11,12 +11,15 @@ from typing import Any, Literal, get_args
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.async_scheduler import AsyncScheduler
-from jaxllm.core.output import SchedulerOutput
+from jaxllm.core.kv_events import KVEventLog, KVEvents
+from jaxllm.core.output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.core.request import Request, RequestStatus
 from jaxllm.core.scheduler import Scheduler
 from jaxllm.core.types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats, StepStats
 from jaxllm.engine.errors import EngineDeadError
+from jaxllm.engine.pace import DecodePace
 from jaxllm.executor.abstract import Executor, StepHandle
+from jaxllm.trace import open_trace
 
 PauseMode = Literal["abort", "wait", "keep"]
 # What `sleep` puts to sleep and `wake_up` wakes.
@@ -49,9 +52,10 @@ class EngineCore:
         self._paused = False
         self.asleep: set[str] = set()
         self.queued_aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-        # Steps that were started and not read yet, the oldest first, with the seconds that scheduling them took.
-        self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
-        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+        # Steps that were started and not read yet, the oldest first, with when that was and the seconds that scheduling took.
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float, float]] = deque()
+        # One for each stage of the pipeline; and one that waits for the first stage, so that it never waits for the host.
+        self._max_in_flight = config.parallel.pipeline_parallel_size + config.scheduler.async_scheduling
         self._undelivered: dict[int, EngineCoreOutputs] = {}
         # While it drains before a pause: what is to be done at the end, and the requests that came since.
         self._drain_actions: list[tuple[Callable[[], None], Future[None]]] = []
@@ -61,9 +65,16 @@ class EngineCore:
             self.kv_cache_config = self.executor.initialize()
             scheduler_class = AsyncScheduler if config.scheduler.async_scheduling else Scheduler
             self.scheduler = scheduler_class(config.scheduler, config.cache, self.kv_cache_config)
+            self._pace: DecodePace | None = None
+            if config.scheduler.num_decode_steps > 1 and config.scheduler.max_itl is not None:
+                self._pace = DecodePace(config.scheduler.max_itl, config.scheduler.num_decode_steps)
+                self.scheduler.max_decode_steps = self._pace.num_steps
+            self._kv_events = KVEventLog() if config.parallel.data_parallel_routing == "prefix" else None
+            self.scheduler.kv_cache_manager.block_pool.events = self._kv_events
         except BaseException:
             self.executor.shutdown()
             raise
+        self._trace = open_trace(config.profile_dir, "engine core")
 
     def make_request(self, request: EngineCoreRequest) -> Request:
         """What `add_request` takes. From any thread: hashing a long prompt takes a while.
@@ -133,19 +144,29 @@ class EngineCore:
             return False
         start = time.monotonic()
         scheduler_output = self.scheduler.schedule(start)
-        schedule_time = time.monotonic() - start
-        self._in_flight.append((scheduler_output, self.executor.start_model(scheduler_output), schedule_time))
+        scheduled = time.monotonic()
+        self._in_flight.append((scheduler_output, self.executor.start_model(scheduler_output), scheduled, scheduled - start))
+        if self._trace is not None:
+            self._trace.span("schedule", start, scheduled, tokens=scheduler_output.total_num_scheduled_tokens)
+            self._trace.span("dispatch", scheduled, time.monotonic())
         return True
 
     def _finish_step(self, with_stats: bool = True) -> dict[int, EngineCoreOutputs]:
         """Wait for the oldest step in flight and take in its output."""
-        scheduler_output, handle, schedule_time = self._in_flight.popleft()
+        scheduler_output, handle, started, schedule_time = self._in_flight.popleft()
+        start = time.monotonic()
         model_runner_output = handle.result()
+        waited = time.monotonic()
+        if self._pace is not None:
+            self._keep_pace(self._pace, scheduler_output, model_runner_output, started, waited)
         # Before the outputs are looked at, so that an aborted request gives none.
         while not self.queued_aborts.empty():
             self.abort_requests(self.queued_aborts.get())
         now = time.monotonic()
         outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output, now)
+        if self._trace is not None:
+            self._trace.span("wait", start, waited)
+            self._trace.span("update", waited, time.monotonic())
         if self.log_stats and with_stats:
             if not outputs:
                 outputs[0] = EngineCoreOutputs(timestamp=now)
@@ -159,8 +180,18 @@ class EngineCore:
                     time.monotonic() - now,
                     worker.num_padding_tokens,
                     worker.num_compiles,
+                    worker.num_tokens,
                 )
         return outputs
+
+    def _keep_pace(
+        self, pace: DecodePace, scheduled: SchedulerOutput, output: ModelRunnerOutput, started: float, ended: float
+    ) -> None:
+        """Let the next steps decode as many tokens as fit in the time between two outputs. A step with prompts says nothing."""
+        num_steps = max(map(len, output.sampled_token_ids), default=0)
+        if num_steps and (scheduled.num_decode_steps > 1 or scheduled.total_num_scheduled_tokens == len(output.req_ids)):
+            pace.observe(started, ended, num_steps)
+            self.scheduler.max_decode_steps = pace.num_steps
 
     def _finish_all_steps(self) -> None:
         """Let no step be in flight; what comes of them is delivered by `take_undelivered`, statistics with the next step."""
@@ -171,6 +202,11 @@ class EngineCore:
                 outputs_of, finished_requests = self._undelivered_of(client_index, late.timestamp)
                 outputs_of += late.outputs
                 finished_requests |= late.finished_requests or set()
+
+    def fail(self, error: BaseException) -> None:
+        """The executor cannot go on, of which no step has told yet."""
+        if self.failure is None:
+            self.failure = error
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if a step has failed."""
@@ -192,12 +228,21 @@ class EngineCore:
         undelivered, self._undelivered = self._undelivered, {}
         return undelivered
 
+    def take_kv_events(self) -> KVEvents | None:
+        """What the prefix cache has gained and lost since the last time; None if nothing, or nobody wants to know."""
+        return None if self._kv_events is None else self._kv_events.take()
+
     def abort_all(self) -> None:
         """End every request with the reason "abort", of which the front ends are told; see `take_undelivered`."""
         held, self._held = self._held, []
         for request in (*self.scheduler.requests.values(), *held):
             self._tell_ended(request, EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT))
         self.scheduler.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED)
+
+    def abort_front_end(self, client_index: int) -> None:
+        """End every request of a front end that is gone."""
+        requests = (*self.scheduler.requests.values(), *self._held)
+        self.abort_requests([request.request_id for request in requests if request.client_index == client_index])
 
     def _tell_ended(self, request: Request, output: EngineCoreOutput | None = None) -> None:
         """Let the front end know, with `take_undelivered`, that a request has ended."""
@@ -389,3 +434,5 @@ class EngineCore:
         if self.failure is None:
             self.failure = EngineDeadError("it was shut down")
         self.executor.shutdown()
+        if self._trace is not None:
+            self._trace.close()

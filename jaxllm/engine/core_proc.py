@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import zmq
@@ -28,6 +29,7 @@ import zmq
 from jaxllm.config import EngineConfig
 from jaxllm.core.request import Request
 from jaxllm.core.types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from jaxllm.engine.coordinator import EngineLoad, connect_to_coordinator, encode_load
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.engine_process import wait_for_parent
 from jaxllm.engine.errors import EngineDeadError
@@ -43,7 +45,7 @@ from jaxllm.executor.abstract import Executor
 
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s [engine core]: %(message)s"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s [engine core{}]: %(message)s"
 LINGER_MS = 5000
 EXIT_PARENT_GONE = 3
 
@@ -51,7 +53,7 @@ EXIT_PARENT_GONE = 3
 CALLS = frozenset(
     (
         *("reset_prefix_cache", "collective_rpc", "check_health", "get_stats"),
-        *("pause", "resume", "is_paused", "sleep", "wake_up", "is_sleeping"),
+        *("pause", "resume", "is_paused", "sleep", "wake_up", "is_sleeping", "abort_front_end"),
     )
 )
 
@@ -63,6 +65,7 @@ class InputType(bytes, enum.Enum):
     ABORT = b"\x01"
     CALL = b"\x02"
     SHUTDOWN = b"\x03"
+    HELLO = b"\x04"
 
 
 class OutputType(bytes, enum.Enum):
@@ -72,6 +75,11 @@ class OutputType(bytes, enum.Enum):
     DEAD = b"\x01"
     READY = b"\x02"
     START_FAILED = b"\x03"
+
+
+def engine_identity(engine_index: int) -> bytes:
+    """By which a front end's ROUTER knows an engine core."""
+    return b"engine-core-%d" % engine_index
 
 
 class Addresses(NamedTuple):
@@ -86,10 +94,12 @@ class EngineCoreMain:
     """All that a new process needs to become an engine core. Pickled on its way there.
 
     Attributes:
-        executor_class: None for `Executor.get_class()`, which only the new process may ask: it imports jax.
+        executor_class: None for `Executor.get_class(config)`, which only the new process may ask: it imports jax.
         front_ends: by client index.
         folder: of the sockets; removed if the parent cannot do it any more.
         log_level: of the new process's root logger.
+        engine_index: which of several engine cores it is.
+        coordinator: where the coordinator takes the loads of engine cores; None to tell nobody.
     """
 
     config: EngineConfig
@@ -99,13 +109,24 @@ class EngineCoreMain:
     parent_pid: int
     folder: str
     log_level: int
+    engine_index: int = 0
+    coordinator: str | None = None
 
     def __call__(self, link: socket.socket) -> None:
         faulthandler.enable()
-        logging.basicConfig(level=self.log_level, format=LOG_FORMAT)
+        which = "" if self.coordinator is None else f" {self.engine_index}"
+        logging.basicConfig(level=self.log_level, format=LOG_FORMAT.format(which))
         threading.Thread(target=self._end_with_parent, args=(link,), daemon=True, name="parent-watch").start()
+        self._run()
+
+    def run_core(self) -> None:
+        """The same in a process that somebody else watches over."""
+        logging.basicConfig(level=self.log_level, format=LOG_FORMAT.format(f" {self.engine_index}"), force=True)
+        self._run()
+
+    def _run(self) -> None:
         try:
-            core = EngineCore(self.config, self.executor_class or Executor.get_class(), self.log_stats)
+            core = EngineCore(self.config, self.executor_class or Executor.get_class(self.config), self.log_stats)
         except BaseException as error:
             logger.exception("the engine core cannot start")
             _send_to_all(self.front_ends, OutputType.START_FAILED, encode_value(CallFailure.of(error)))
@@ -113,7 +134,7 @@ class EngineCoreMain:
         # What exists now lives as long as the process: the collector need not look at it again.
         gc.collect()
         gc.freeze()
-        EngineCoreProc(core, self.front_ends).run()
+        EngineCoreProc(core, self.front_ends, self.engine_index, self.coordinator).run()
 
     def _end_with_parent(self, link: socket.socket) -> None:
         wait_for_parent(link, self.parent_pid)
@@ -124,7 +145,8 @@ class EngineCoreMain:
 def _send_to_all(front_ends: Sequence[Addresses], kind: OutputType, frames: Frames) -> None:
     """Send from the address that takes a front end's inputs, and wait until it is gone."""
     with zmq.Context() as context:
-        for front_end in front_ends:
+        # The last one has started this process, and ends it when it knows.
+        for front_end in reversed(front_ends):
             with context.socket(zmq.PUSH) as sock:
                 sock.linger = LINGER_MS
                 sock.connect(front_end.outputs)
@@ -136,13 +158,19 @@ class EngineCoreProc:
 
     Args:
         front_ends: by client index.
+        engine_index, coordinator: as in EngineCoreMain.
     """
 
-    def __init__(self, core: EngineCore, front_ends: Sequence[Addresses]) -> None:
+    def __init__(
+        self, core: EngineCore, front_ends: Sequence[Addresses], engine_index: int = 0, coordinator: str | None = None
+    ) -> None:
         self.core = core
         self.front_ends = front_ends
+        self.engine_index = engine_index
+        self.coordinator = coordinator
+        self._last_load: EngineLoad | None = None
         self.inputs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.outputs: queue.SimpleQueue[tuple[int, EngineCoreOutputs | BaseException] | None] = queue.SimpleQueue()
+        self.outputs: queue.SimpleQueue[tuple[int, EngineCoreOutputs | BaseException] | EngineLoad | None] = queue.SimpleQueue()
         self._answers: list[tuple[int, EngineCoreOutputs]] = []
         self._deadline: float | None = None  # of a shutdown, time.monotonic()
 
@@ -151,6 +179,9 @@ class EngineCoreProc:
         sender = threading.Thread(target=_or_die(self._send_outputs), daemon=True, name="output")
         sender.start()
         threading.Thread(target=_or_die(self._receive_inputs), daemon=True, name="input").start()
+        self.core.executor.on_failure(lambda error: self.inputs.put(partial(self.core.fail, error)))
+        if self.coordinator is not None:
+            self._tell_load()
         try:
             while not self._is_over():
                 self._take_inputs()
@@ -199,6 +230,19 @@ class EngineCoreProc:
         answers, self._answers = self._answers, []
         for item in answers:
             self.outputs.put(item)
+        if (events := self.core.take_kv_events()) is not None:
+            for index in range(len(self.front_ends)):
+                self.outputs.put((index, EngineCoreOutputs(kv_events=events)))
+        if self.coordinator is not None:
+            self._tell_load()
+
+    def _tell_load(self) -> None:
+        """If it has changed, which most steps do not."""
+        stats = self.core.get_stats()
+        load = EngineLoad(self.engine_index, stats.num_waiting_reqs, stats.num_running_reqs, stats.kv_cache_usage)
+        if load != self._last_load:
+            self._last_load = load
+            self.outputs.put(load)
 
     def _add(self, request: Request) -> None:
         if self._deadline is not None:
@@ -246,20 +290,25 @@ class EngineCoreProc:
         context = zmq.Context()
         poller = zmq.Poller()
         client_index: dict[zmq.Socket, int] = {}
+        ready = [OutputType.READY, *encode_value(self._description())]
         for index, front_end in enumerate(self.front_ends):
             sock = context.socket(zmq.DEALER)
+            sock.identity = engine_identity(self.engine_index)
             sock.connect(front_end.inputs)
             # From now on the front end can address this engine core.
-            sock.send_multipart([OutputType.READY, *encode_value(self._description())])
+            sock.send_multipart(ready)
             poller.register(sock, zmq.POLLIN)
             client_index[sock] = index
         while True:
             for sock, _ in poller.poll():
                 kind, *frames = sock.recv_multipart(copy=False)
+                if kind.bytes == InputType.HELLO:  # of a front end that came later than this engine core
+                    sock.send_multipart(ready)
+                    continue
                 self._receive(client_index[sock], InputType(kind.bytes), [frame.buffer for frame in frames])
 
     def _description(self) -> dict[str, int]:
-        return {"num_gpu_blocks": self.core.kv_cache_config.num_blocks}
+        return {"num_gpu_blocks": self.core.kv_cache_config.num_blocks, "pid": os.getpid()}
 
     def _receive(self, index: int, kind: InputType, frames: Frames) -> None:
         if kind is InputType.ADD:
@@ -296,7 +345,11 @@ class EngineCoreProc:
                 sock.sndhwm = 0  # a front end that is slow must not stop the others
                 sock.connect(front_end.outputs)
                 socks.append(sock)
+            coordinator = None if self.coordinator is None else connect_to_coordinator(context, self.coordinator)
             while (item := self.outputs.get()) is not None:
+                if isinstance(item, EngineLoad):
+                    coordinator.send(encode_load(item))
+                    continue
                 index, outputs = item
                 if isinstance(outputs, BaseException):
                     reason = str(outputs) if isinstance(outputs, EngineDeadError) else repr(outputs)
@@ -306,6 +359,8 @@ class EngineCoreProc:
                 socks[index].send_multipart(frames, copy=False)
             for sock in socks:
                 sock.close()
+            if coordinator is not None:
+                coordinator.close()
 
 
 def _encode(outputs: EngineCoreOutputs) -> Frames:

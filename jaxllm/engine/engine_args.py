@@ -4,7 +4,6 @@ This module starts no backend: a front end that only reads the configuration nev
 """
 
 import difflib
-import importlib.util
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,8 @@ from jaxllm.config import (
     check_at_least,
     check_choice,
 )
+from jaxllm.cuda import cuda_is_usable
+from jaxllm.engine.data_parallel_args import local_engines
 from jaxllm.weights.source import ModelSource, resolve_model
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ def detect_platform() -> Literal["cuda", "cpu"]:
     asked = os.environ.get("JAX_PLATFORMS", "").split(",")[0]
     if asked:
         return "cuda" if asked in ("cuda", "gpu") else "cpu"
-    plugin = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
-    return "cuda" if plugin and Path("/proc/driver/nvidia/version").exists() else "cpu"
+    return "cuda" if cuda_is_usable() else "cpu"
 
 
 def _device_names() -> list[str]:
@@ -56,12 +56,17 @@ def _device_names() -> list[str]:
     return names
 
 
-def default_batch_sizes(platform: str, usage: UsageContext) -> tuple[int, int]:
-    """(max_num_batched_tokens, max_num_seqs) where the user gives none. As vLLM has them, but for the CPU."""
+def default_batch_sizes(platform: str, usage: UsageContext, device: str | None = None) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs) where the user gives none. As vLLM has them, but for the CPU.
+
+    Args:
+        device: NVIDIA's name of the device; None for those that are here.
+    """
     if platform == "cpu":
         # A step's time is proportional to its tokens from about 128 on: larger steps gain nothing and delay all that wait.
         return 512, 128
-    large = any(name in device for device in _device_names() for name in _LARGE_DEVICES)
+    found = _device_names() if device is None else [device]
+    large = any(name in words for words in found for name in _LARGE_DEVICES)
     if large:
         return (16384 if usage == "llm" else 8192), 1024
     return (8192 if usage == "llm" else 2048), 256
@@ -106,10 +111,34 @@ class EngineArgs:
         long_prefill_token_threshold: most tokens of one request in a step while there are others; 0 for no limit.
         scheduler_reserve_full_isl: admit a request only if its whole prompt fits in the free blocks.
         async_scheduling: dispatch a step before the tokens of the one before it are on the host.
+        num_decode_steps: most tokens of a request that one dispatch decodes, while nobody waits and nothing needs the host.
+        max_itl: milliseconds between two outputs of a stream, within which the steps of a dispatch must stay.
         tensor_parallel_size: devices that share each layer.
-        attention_backend: "auto" picks by device.
-        cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default doubling up to max_num_seqs.
-        compile_sizes: sizes of mixed steps to compile, in tokens; by default doubling up to max_num_batched_tokens.
+        pipeline_parallel_size: stages that share out the layers, each on tensor_parallel_size devices.
+        enable_expert_parallel: share out the experts of a mixture-of-experts model; refused for a model without experts.
+        distributed_executor_backend: "uni", one process drives all devices; "mp", worker processes drive some each. By default
+            uni on one machine, mp on several.
+        devices_per_worker: devices that each worker process drives, under "mp".
+        execute_model_timeout: seconds for a step, after which worker processes count as hung.
+        worker_hang_timeout: seconds without a sign of life after which a worker process, or another machine, counts as hung.
+        nnodes: machines that share the devices evenly.
+        node_rank: which of them this is. The engine runs on 0; the same command on the others runs their workers only.
+        master_addr: where the others find node 0.
+        master_port: at which port, and the two after it.
+        data_parallel_size: engines, each with devices of its own, among which a server shares out its requests.
+        data_parallel_rank: one engine is here, of this rank; a load balancer outside shares out the requests.
+        data_parallel_size_local: how many of the engines are here, with data_parallel_hybrid_lb.
+        data_parallel_start_rank: the rank of the first engine here; implies data_parallel_hybrid_lb.
+        data_parallel_hybrid_lb: a load balancer outside shares out the requests among servers of several engines each.
+        data_parallel_external_lb: a load balancer outside shares out the requests among servers of one engine each; needs
+            data_parallel_rank.
+        data_parallel_restart: start an engine again that has died; the others serve meanwhile.
+        data_parallel_routing: which engine gets a request: load (the one with the least to do) or prefix (the one that has most
+            of its prompt cached, unless it has much more to do than others).
+        data_parallel_backend: where engines run: mp (this machine) or ray (a Ray cluster; their number can then change).
+        attention_backend: "auto" picks by device: "mosaic" on Hopper GPUs, else "reference". A name is an order.
+        cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default a ladder up to max_num_seqs.
+        compile_sizes: sizes of mixed steps to compile, in tokens; by default a ladder up to max_num_batched_tokens.
         compilation_cache_dir: by default `jaxllm/compiled` in the user's cache folder; "" keeps nothing.
         compiled_dir: a folder made by `python -m jaxllm.build`: its programs are loaded, and none is ever compiled; refused
             if they do not fit.
@@ -118,6 +147,7 @@ class EngineArgs:
         stream_interval: tokens between two outputs of a stream.
         max_num_queued_reqs: most unfinished requests that the engine takes; by default without limit.
         max_num_queued_tokens: most prompt tokens of requests that have given no output yet; by default without limit.
+        profile: folder to write a trace of every step to, for Perfetto and for `python -m jaxllm.bench trace`.
         use_tqdm_on_load: show progress bars while the engine starts.
         enforce_eager: accepted for compatibility; every step is compiled.
     """
@@ -149,7 +179,28 @@ class EngineArgs:
     long_prefill_token_threshold: int = 0
     scheduler_reserve_full_isl: bool = True
     async_scheduling: bool = True
+    num_decode_steps: int = 1
+    max_itl: float | None = None
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    distributed_executor_backend: str | None = None
+    devices_per_worker: int = 1
+    execute_model_timeout: float = 300.0
+    worker_hang_timeout: float = 8.0
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    data_parallel_size: int = 1
+    data_parallel_rank: int | None = None
+    data_parallel_size_local: int | None = None
+    data_parallel_start_rank: int | None = None
+    data_parallel_hybrid_lb: bool = False
+    data_parallel_external_lb: bool = False
+    data_parallel_restart: bool = False
+    data_parallel_routing: str = "load"
+    data_parallel_backend: str = "mp"
     attention_backend: str = "auto"
     cudagraph_capture_sizes: Sequence[int] | None = None
     compile_sizes: Sequence[int] | None = None
@@ -160,6 +211,7 @@ class EngineArgs:
     stream_interval: int = 1
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    profile: str | None = None
     use_tqdm_on_load: bool = True
     enforce_eager: bool = False
 
@@ -176,8 +228,11 @@ class EngineArgs:
                 raise TypeError(parse_unknown(name, known))
         return cls(**kwargs)
 
-    def create_engine_config(self, usage: UsageContext = "llm") -> EngineConfig:
+    def create_engine_config(self, usage: UsageContext = "llm", device: str | None = None) -> EngineConfig:
         """Find the model, complete what the user left open, and check everything.
+
+        Args:
+            device: NVIDIA's name of the device to complete it for; None for what there is here.
 
         Raises:
             ValueError: naming the argument and its value.
@@ -189,11 +244,21 @@ class EngineArgs:
             raise ValueError(
                 f"compiled_dir {self.compiled_dir!r} and compilation_cache_dir {self.compilation_cache_dir!r} exclude each other"
             )
-        platform = detect_platform()
+        local = local_engines(
+            self.data_parallel_size,
+            self.data_parallel_rank,
+            self.data_parallel_size_local,
+            self.data_parallel_start_rank,
+            self.data_parallel_hybrid_lb,
+            self.data_parallel_external_lb,
+        )
+        platform = detect_platform() if device is None else "cuda"
         needs_weights = self.load_format != "dummy"
         source = resolve_model(self.model, revision=self.revision, download_dir=self.download_dir, weights=needs_weights)
         model = self._model_config(source, platform)
-        tokens, seqs = default_batch_sizes(platform, usage)
+        if self.enable_expert_parallel:
+            raise ValueError(f"enable_expert_parallel needs a model with experts; {model.decoder.architecture} has none")
+        tokens, seqs = default_batch_sizes(platform, usage, device)
         if self.max_num_seqs is not None:
             seqs = self.max_num_seqs
         elif self.max_num_batched_tokens is not None:
@@ -223,8 +288,27 @@ class EngineArgs:
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 full_sequence_must_fit=self.scheduler_reserve_full_isl,
                 async_scheduling=self.async_scheduling,
+                num_decode_steps=self.num_decode_steps,
+                max_itl=self.max_itl,
+                num_pipeline_stages=self.pipeline_parallel_size,
             ),
-            parallel=ParallelConfig(tensor_parallel_size=self.tensor_parallel_size),
+            parallel=ParallelConfig(
+                tensor_parallel_size=self.tensor_parallel_size,
+                pipeline_parallel_size=self.pipeline_parallel_size,
+                distributed_executor_backend=self._executor_backend(),  # type: ignore[arg-type]  # checked at birth
+                devices_per_worker=self.devices_per_worker,
+                execute_model_timeout=self.execute_model_timeout,
+                worker_hang_timeout=self.worker_hang_timeout,
+                nnodes=self.nnodes,
+                node_rank=self.node_rank,
+                master_addr=self.master_addr,
+                master_port=self.master_port,
+                data_parallel_size=local.size,
+                data_parallel_start_rank=local.start_rank,
+                data_parallel_restart=self.data_parallel_restart,
+                data_parallel_routing=self.data_parallel_routing,  # type: ignore[arg-type]  # checked at birth
+                data_parallel_backend=self.data_parallel_backend,  # type: ignore[arg-type]  # checked at birth
+            ),
             attention_backend=self.attention_backend,
             cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),
             compile_sizes=_sizes("compile_sizes", self.compile_sizes, tokens),
@@ -236,6 +320,7 @@ class EngineArgs:
             use_tqdm_on_load=self.use_tqdm_on_load,
             max_num_queued_reqs=self.max_num_queued_reqs,
             max_num_queued_tokens=self.max_num_queued_tokens,
+            profile_dir=self.profile,
         )
 
     def load_tokenizer(self) -> "PreTrainedTokenizerFast | None":
@@ -284,6 +369,11 @@ class EngineArgs:
         if found.get("max_new_tokens") is not None:
             defaults["max_tokens"] = found["max_new_tokens"]
         return defaults
+
+    def _executor_backend(self) -> str:
+        if self.distributed_executor_backend is not None:
+            return self.distributed_executor_backend
+        return "uni" if self.nnodes == 1 else "mp"
 
     def _cache_dir(self) -> str | None:
         if self.compilation_cache_dir is not None:

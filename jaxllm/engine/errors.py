@@ -1,5 +1,9 @@
 """What goes wrong after a request was checked. Mistakes of the caller are ValueErrors."""
 
+from collections.abc import Sequence
+
+from jaxllm.core.types import EngineCoreRequest
+
 
 class EngineDeadError(RuntimeError):
     """The engine core failed and cannot go on. In the process in which it happened `__cause__` says why."""
@@ -33,3 +37,17 @@ class MaxQueuedTokensError(AdmissionError):
     """The prompts that wait for their first token have `max_num_queued_tokens` tokens."""
 
     limit = "max_num_queued_tokens"
+
+
+class EngineLostError(EngineDeadError):
+    """One of several engine cores has died, which takes its requests with it; the others go on.
+
+    Attributes:
+        engine_index: which.
+        requests: those that had not ended there.
+    """
+
+    def __init__(self, message: str, engine_index: int, requests: Sequence[EngineCoreRequest] = ()) -> None:
+        super().__init__(message)
+        self.engine_index = engine_index
+        self.requests = requests

@@ -17,6 +17,7 @@ from jaxllm.engine.parallel_sampling import ParentRequest
 from jaxllm.executor.abstract import Executor
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.trace import open_trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -41,7 +42,7 @@ class LLMEngine:
     """
     Args:
         tokenizer: None to take and give token ids only.
-        executor_class: by default `Executor.get_class()`.
+        executor_class: by default the one that the configuration names.
         multiprocess: run the engine core in a process of its own, which imports `executor_class` from its module.
 
     Raises:
@@ -64,10 +65,18 @@ class LLMEngine:
         self.metrics = EngineMetrics(config.model.max_model_len) if config.log_stats else None
         self.admission = AdmissionControl(config, self.output_processor, self.metrics)
         self.engine_core: EngineCoreClient
+        if config.parallel.data_parallel_backend != "mp":
+            raise ValueError(f"data_parallel_backend must be 'mp' here, got {config.parallel.data_parallel_backend!r}")
+        if config.parallel.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size must be 1 here, got {config.parallel.data_parallel_size}: several engines are for servers "
+                "(`python -m jaxllm.serve`, AsyncLLM); offline, start a process with an LLM for each share of the prompts"
+            )
         if multiprocess:
             self.engine_core = SyncMPClient(config, executor_class, config.log_stats)
         else:
-            self.engine_core = InprocClient(config, executor_class or Executor.get_class(), config.log_stats)
+            self.engine_core = InprocClient(config, executor_class or Executor.get_class(config), config.log_stats)
+        self._trace = open_trace(config.profile_dir, "front end")
 
     @classmethod
     def from_engine_args(cls, args: "EngineArgs", usage: "UsageContext" = "llm", *, multiprocess: bool = False) -> "LLMEngine":
@@ -153,12 +162,15 @@ class LLMEngine:
             EngineDeadError: if the engine core failed.
         """
         outputs = self.engine_core.get_output()
+        start = time.monotonic()
         iteration = IterationStats(time.time()) if self.metrics is not None else None
         processed = self.output_processor.process_outputs(outputs.outputs, outputs.timestamp, iteration)
         if processed.reqs_to_abort:
             self.engine_core.abort_requests(processed.reqs_to_abort)
         if self.metrics is not None and iteration is not None:
             self.metrics.record(outputs.scheduler_stats, iteration)
+        if self._trace is not None:
+            self._trace.span("detokenize", start, time.monotonic(), outputs=len(outputs.outputs))
         return processed.request_outputs
 
     def abort_request(self, request_ids: Iterable[str]) -> None:
@@ -223,3 +235,5 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Free the devices. May be called more than once."""
         self.engine_core.shutdown()
+        if self._trace is not None:
+            self._trace.close()

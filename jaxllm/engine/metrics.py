@@ -215,9 +215,10 @@ class EngineMetrics:
 
     Args:
         max_model_len: bounds the histograms of token counts.
+        labels: of all metrics.
     """
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, **labels: str) -> None:
         def counter(name: str, documentation: str, **labels: str) -> Counter:
             return Counter(METRIC_PREFIX + name, documentation, labels=labels)
 
@@ -249,6 +250,7 @@ class EngineMetrics:
             stage: counter("step_time_seconds", "Seconds of the steps, by what they went to.", stage=stage)
             for stage in ("schedule", "dispatch", "wait", "update")
         }
+        self.computed_tokens = counter("computed_tokens", "Tokens that steps computed for requests.")
         self.padding_tokens = counter("padding_tokens", "Tokens computed for nobody, to fill buckets.")
         self.compiles_after_warm_up = counter("compiles_after_warm_up", "Programs compiled since the start; a fault if not 0.")
         self.iteration_tokens = histogram("iteration_tokens_total", "Tokens of a step.", ITERATION_TOKENS_BUCKETS)
@@ -279,6 +281,8 @@ class EngineMetrics:
         self.prefill_kv_computed_tokens = histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were computed, not cached.", lengths
         )
+        for metric in self.snapshot():
+            metric.labels = {**labels, **metric.labels}
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
         """Add one step."""
@@ -291,6 +295,7 @@ class EngineMetrics:
             if (step := scheduler.step) is not None:
                 for stage, counter in self.step_time.items():
                     counter.value += getattr(step, stage + "_time")
+                self.computed_tokens.value += step.num_tokens
                 self.padding_tokens.value += step.num_padding_tokens
                 self.compiles_after_warm_up.value = step.num_compiles
         self.num_preemptions.value += iteration.num_preemptions

@@ -1,7 +1,7 @@
 """EngineCoreOutputs to RequestOutputs: text, stop strings, log probabilities, statistics."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -298,11 +298,37 @@ class OutputProcessor:
         if iteration is not None:
             self._count_finished(state, reason, iteration)
 
+    def restart_request(self, request: EngineCoreRequest) -> bool:
+        """Forget what has come of a request, since it begins again in another engine core.
+
+        Returns:
+            False, and nothing is done, if it has ended, or its caller has got a part of its output already.
+        """
+        state = self.request_states.get(request.request_id)
+        if state is None or state.num_sent_tokens:
+            return False
+        if not state.is_prefilling:
+            state.is_prefilling = True
+            self.num_queued_tokens += len(state.prompt_token_ids)
+        state.detokenizer = IncrementalDetokenizer.from_new_request(self.tokenizer, request)
+        state.logprobs = LogprobsProcessor.from_new_request(self.token_texts, request)
+        state.num_cached_tokens = 0
+        if state.stats is not None:
+            state.stats = RequestStateStats(arrival_time=request.arrival_time)
+        return True
+
     def fail_all(self, why: str) -> None:
         """Forget all requests, since the engine core is dead; each queue gets an EngineDeadError."""
-        for state in list(self.request_states.values()):
+        self.fail(list(self.request_states), lambda: EngineDeadError(why))
+
+    def fail(self, request_ids: Iterable[str], make_error: Callable[[], Exception]) -> None:
+        """Forget requests, by their internal ids; each queue gets an error. Unknown ones are ignored."""
+        for request_id in request_ids:
+            state = self.request_states.get(request_id)
+            if state is None:
+                continue
             if state.queue is not None:
-                state.queue.put(EngineDeadError(why))
+                state.queue.put(make_error())
             self._forget(state)
 
     def _forget(self, state: RequestState) -> None:

@@ -1,20 +1,17 @@
-"""How requests, outputs and calls cross to another process: msgpack in the first frame, large arrays as frames of their own.
+"""How requests, outputs and calls cross to another process; see jaxllm/executor/values.py.
 
 A step's outputs go as columns (all ids, all tokens, …) rather than as one record a request: most of a record says what the next
 one says too, and columns are a quarter of the bytes and half of the time.
-
-Values of calls keep their Python types: None, bool, int (64 bits), float, str, bytes, list, tuple, set, dict, NumPy arrays, and
-the dataclasses of `_DATACLASSES`. NumPy scalars arrive as Python's. Nothing is pickled: what arrives can run no code.
 """
 
 import builtins
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Self
 
-import msgspec
 import numpy as np
 
+from jaxllm.core.kv_events import KVEvents
 from jaxllm.core.output import LogprobsLists
 from jaxllm.core.types import (
     EngineCoreEvent,
@@ -28,15 +25,9 @@ from jaxllm.core.types import (
     StepStats,
 )
 from jaxllm.engine.errors import EngineDeadError
-from jaxllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-
-Buffer = bytes | bytearray | memoryview
-Frames = Sequence[Buffer]
-
-# A smaller array is copied into the first frame: a frame of its own costs about as much as copying this.
-LEAST_FRAME_BYTES = 4096
-
-_TUPLE, _SET, _DICT, _ARRAY, _DATACLASS = range(1, 6)
+from jaxllm.executor.shm_queue import Buffer, Frames
+from jaxllm.executor.values import Packer, Unpacker, decode
+from jaxllm.sampling_params import RepetitionDetectionParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,115 +57,20 @@ class CallFailure:
 
 
 _DATACLASSES = {
-    cls.__name__: cls for cls in (CallFailure, PrefixCacheStats, RepetitionDetectionParams, SchedulerStats, StepStats)
+    cls.__name__: cls for cls in (CallFailure, KVEvents, PrefixCacheStats, RepetitionDetectionParams, SchedulerStats, StepStats)
 }
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder().decode
+
+class _Packer(Packer):
+    dataclasses = _DATACLASSES
 
 
-class _Packer:
-    """Turns values into what msgpack knows; arrays that deserve it go to `frames`, whose first is kept for the rest."""
-
-    def __init__(self) -> None:
-        self.frames: list[Buffer] = [b""]
-
-    def finish(self, packed: Any) -> list[Buffer]:
-        self.frames[0] = _encode(packed)
-        return self.frames
-
-    def array(self, array: np.ndarray) -> Buffer | int:
-        """Its bytes, or the number of the frame that has them."""
-        if array.nbytes < LEAST_FRAME_BYTES:
-            return array.tobytes()
-        self.frames.append(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
-        return len(self.frames) - 1
-
-    def logprobs(self, logprobs: LogprobsLists) -> tuple[Any, ...]:
-        token_ids, values, ranks = logprobs
-        return (
-            token_ids.shape[1],
-            self.array(token_ids.astype(np.int32, copy=False)),
-            self.array(values.astype(np.float32, copy=False)),
-            self.array(ranks.astype(np.int32, copy=False)),
-        )
-
-    def value(self, value: Any) -> Any:
-        """Any value of a call; TypeError if it cannot be sent."""
-        if value is None or type(value) in (bool, str, bytes):
-            return value
-        if isinstance(value, np.generic):
-            return self.value(value.item())
-        if isinstance(value, int):
-            if not -(2**63) <= value < 2**64:
-                raise TypeError(f"an integer must fit in 64 bits to be sent to another process, got {value}")
-            return int(value)
-        if isinstance(value, float):
-            return float(value)
-        if isinstance(value, list):
-            return [self.value(item) for item in value]
-        if isinstance(value, tuple):
-            return self._tagged(_TUPLE, [self.value(item) for item in value])
-        if isinstance(value, set | frozenset):
-            return self._tagged(_SET, [self.value(item) for item in value])
-        if isinstance(value, dict):
-            if all(type(key) is str for key in value):
-                return {key: self.value(item) for key, item in value.items()}
-            return self._tagged(_DICT, [(self.value(key), self.value(item)) for key, item in value.items()])
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            return self._tagged(_ARRAY, (value.dtype.str, value.shape, self.array(value)))
-        name = type(value).__name__
-        if _DATACLASSES.get(name) is type(value):
-            return self._tagged(_DATACLASS, (name, [self.value(getattr(value, field.name)) for field in fields(value)]))
-        raise TypeError(f"a {name} cannot be sent to another process, got {value!r}")
-
-    @staticmethod
-    def _tagged(tag: int, packed: Any) -> msgspec.msgpack.Ext:
-        return msgspec.msgpack.Ext(tag, _encode(packed))
-
-
-class _Unpacker:
-    def __init__(self, frames: Frames) -> None:
-        self.frames = frames
-
-    def array(self, data: Buffer | int, dtype: Any) -> np.ndarray:
-        """1-d, over the memory that was received."""
-        return np.frombuffer(self.frames[data] if isinstance(data, int) else data, dtype)
-
-    def logprobs(self, packed: Sequence[Any]) -> LogprobsLists:
-        width, token_ids, values, ranks = packed
-        ranks = self.array(ranks, np.int32)
-        shape = (len(ranks), width)
-        return LogprobsLists(self.array(token_ids, np.int32).reshape(shape), self.array(values, np.float32).reshape(shape), ranks)
-
-    def value(self, packed: Any) -> Any:
-        if isinstance(packed, list):
-            return [self.value(item) for item in packed]
-        if isinstance(packed, dict):
-            return {key: self.value(item) for key, item in packed.items()}
-        if isinstance(packed, msgspec.msgpack.Ext):
-            return self._tagged(packed.code, _decode(packed.data))
-        return packed
-
-    def _tagged(self, tag: int, packed: Any) -> Any:
-        if tag == _TUPLE:
-            return tuple(self.value(item) for item in packed)
-        if tag == _SET:
-            return {self.value(item) for item in packed}
-        if tag == _DICT:
-            return {self.value(key): self.value(item) for key, item in packed}
-        if tag == _ARRAY:
-            dtype, shape, data = packed
-            return self.array(data, dtype).reshape(shape)
-        if tag == _DATACLASS:
-            name, values = packed
-            cls = _DATACLASSES[name]
-            return cls(*map(self.value, values))
-        raise ValueError(f"unknown tag {tag} in a message")
+class _Unpacker(Unpacker):
+    dataclasses = _DATACLASSES
 
 
 def encode_value(value: Any) -> list[Buffer]:
-    """A call, or another value of the kinds that the module's docstring lists.
+    """A call, or another value of the kinds that values.py lists.
 
     Raises:
         TypeError: for a value of another kind.
@@ -185,11 +81,7 @@ def encode_value(value: Any) -> list[Buffer]:
 
 def decode_value(frames: Frames) -> Any:
     """What `encode_value` was given. Arrays share the frames' memory."""
-    return _Unpacker(frames).value(_decode(frames[0]))
-
-
-_DEFAULT_PARAMS = SamplingParams()
-_PARAMS_FIELDS = tuple(field.name for field in fields(SamplingParams))
+    return _Unpacker(frames).value(decode(frames[0]))
 
 
 def encode_request(request: EngineCoreRequest) -> list[Buffer]:
@@ -199,16 +91,11 @@ def encode_request(request: EngineCoreRequest) -> list[Buffer]:
         TypeError: if `extra_args` holds what cannot be sent.
     """
     packer = _Packer()
-    params = {}
-    for name in _PARAMS_FIELDS:
-        value = getattr(request.sampling_params, name)
-        if value != getattr(_DEFAULT_PARAMS, name):
-            params[name] = packer.value(value)
     return packer.finish(
         (
             request.request_id,
             request.prompt_token_ids,
-            params,
+            packer.params(request.sampling_params),
             request.eos_token_id,
             request.arrival_time,
             request.priority,
@@ -222,12 +109,8 @@ def encode_request(request: EngineCoreRequest) -> list[Buffer]:
 
 def decode_request(frames: Frames) -> EngineCoreRequest:
     """What `encode_request` was given. Its parameters are not checked again."""
-    request_id, token_ids, packed, eos, arrival_time, priority, salt, extra_keys, client_index, headers = _decode(frames[0])
-    unpacker = _Unpacker(frames)
-    params = SamplingParams()
-    for name, value in packed.items():
-        setattr(params, name, unpacker.value(value))
-    params.output_kind = RequestOutputKind(params.output_kind)
+    request_id, token_ids, packed, eos, arrival_time, priority, salt, extra_keys, client_index, headers = decode(frames[0])
+    params = _Unpacker(frames).params(packed)
     return EngineCoreRequest(
         request_id, token_ids, params, eos, arrival_time, priority, salt, tuple(extra_keys), client_index, headers
     )
@@ -267,6 +150,7 @@ def encode_outputs(outputs: EngineCoreOutputs) -> list[Buffer]:
             outputs.timestamp,
             outputs.finished_requests,
             packer.value(outputs.utility_result),
+            packer.value(outputs.kv_events),
         )
     )
 
@@ -279,7 +163,8 @@ def _pack_logprobs(packer: _Packer, records: Sequence[EngineCoreOutput], indices
 
 def decode_outputs(frames: Frames) -> EngineCoreOutputs:
     """What `encode_outputs` was given. Arrays share the frames' memory."""
-    request_ids, token_ids, num_cached_tokens, rest, logprobs, stats, timestamp, finished, utility_result = _decode(frames[0])
+    request_ids, token_ids, num_cached_tokens, rest, logprobs, stats, timestamp, finished, *others = decode(frames[0])
+    utility_result, kv_events = others
     unpacker = _Unpacker(frames)
     records = [
         EngineCoreOutput(request_id, tokens, num_cached_tokens=cached)
@@ -305,4 +190,5 @@ def decode_outputs(frames: Frames) -> EngineCoreOutputs:
         timestamp=timestamp,
         finished_requests=None if finished is None else set(finished),
         utility_result=unpacker.value(utility_result),
+        kv_events=unpacker.value(kv_events),
     )

@@ -1,7 +1,7 @@
 """Executor: what the engine core asks of whoever runs the model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,8 +37,12 @@ class Executor(ABC):
         self.config = config
 
     @staticmethod
-    def get_class() -> "type[Executor]":
-        """The executor to use when none is named. Imported here: a front end without an engine core must not import jax."""
+    def get_class(config: EngineConfig) -> "type[Executor]":
+        """The executor that the configuration names. Imported here: a front end without an engine core must not import jax."""
+        if config.parallel.distributed_executor_backend == "mp":
+            from jaxllm.executor.multiproc import MultiProcExecutor
+
+            return MultiProcExecutor
         from jaxllm.executor.uniproc import UniProcExecutor
 
         return UniProcExecutor
@@ -82,6 +86,15 @@ class Executor(ABC):
             AttributeError: if the workers have no such method.
             TimeoutError: if an answer came too late.
         """
+
+    def on_failure(self, callback: Callable[[Exception], None]) -> None:
+        """Have something called, from any thread, when the workers fail while nobody waits for them. Those in this process never
+        do so.
+
+        Args:
+            callback: gets what the next call would raise.
+        """
+        return
 
     def check_health(self) -> None:
         """Raise RuntimeError if a worker is gone. An executor in this process has none that could be."""

@@ -12,13 +12,13 @@ from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rotary import apply_rope
 from kernels_pallas.kv_cache_write import write_kv
-from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.paged_attention import AttentionPlan, Call, paged_attention, plan_attention
 from sharding.rules import KV_CACHE_AXES, spec_of
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions", "slot_mapping", "block_tables", "seq_lens", "query_start_loc", "num_decodes"],
+    data_fields=["positions", "slot_mapping", "block_tables", "seq_lens", "query_start_loc", "num_decodes", "plan"],
     meta_fields=["decode_only"],
 )
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class AttentionMetadata:
         query_start_loc: int32 [R + 1], first token of each row; a padding row has none.
         num_decodes: int32 [], rows at the front with exactly one token.
         decode_only: T == R, and token r is row r's only one. Static: it selects the compiled form.
+        plan: how the kernels share the work of a layer; see `plan_attention`. None where they need none.
     """
 
     positions: jax.Array
@@ -42,6 +43,7 @@ class AttentionMetadata:
     query_start_loc: jax.Array
     num_decodes: jax.Array
     decode_only: bool
+    plan: AttentionPlan | None = None
 
 
 class Attention(nnx.Module):
@@ -99,7 +101,7 @@ class Attention(nnx.Module):
             attend = jax.shard_map(
                 attend,
                 mesh=self.mesh,
-                in_specs=(heads, heads, heads, cache, whole, whole, whole, whole, whole),
+                in_specs=(heads, heads, heads, cache, whole, whole, whole, whole, whole, whole),
                 out_specs=(heads, cache),
                 check_vma=False,
             )
@@ -113,8 +115,26 @@ class Attention(nnx.Module):
             metadata.seq_lens,
             metadata.query_start_loc,
             metadata.num_decodes,
+            metadata.plan,
         )
         return self.out(attended.reshape(x.shape[0], -1)), kv_cache
+
+    def plan(self, metadata: AttentionMetadata, block_size: int, dtype: jnp.dtype) -> AttentionPlan | None:
+        """`metadata.plan` of the layers with this one's shapes and window."""
+        pages = metadata.block_tables.shape[2]
+        stripes = 1 if self.mesh is None else self.num_stripes
+        shape = (self.num_heads // stripes, self.num_kv_heads // stripes, self.head_dim)
+        return plan_attention(
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            metadata.num_decodes,
+            num_tokens=metadata.positions.shape[0],
+            max_context=pages * block_size,
+            call=Call(*shape, block_size, jnp.dtype(dtype).name),
+            sliding_window=self.sliding_window,
+            decode_only=metadata.decode_only,
+            implementation=self.backend,
+        )
 
     def _split(self, qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[T, (H + 2 K) D] -> q [T, H, D], k [T, K, D], v [T, K, D]."""
@@ -136,6 +156,7 @@ def _write_and_attend(
     seq_lens: jax.Array,
     query_start_loc: jax.Array,
     num_decodes: jax.Array,
+    plan: AttentionPlan | None,
     *,
     sliding_window: int | None,
     decode_only: bool,
@@ -152,6 +173,7 @@ def _write_and_attend(
         scale=q.shape[-1] ** -0.5,
         sliding_window=sliding_window,
         decode_only=decode_only,
+        plan=plan,
         implementation=backend,
     )
     return attended, kv_cache

@@ -1,5 +1,6 @@
 """The Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen 2 and 3. What sets its members apart are fields of DecoderConfig."""
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
@@ -27,6 +28,7 @@ class DecoderLayer(nnx.Module):
         config: DecoderConfig,
         dtype: jnp.dtype,
         *,
+        shares: decoder_params.Shares,
         sliding_window: int | None,
         kv_group: int,
         num_stripes: int,
@@ -37,8 +39,8 @@ class DecoderLayer(nnx.Module):
         self.attention_norm = norm()
         self.attention = Attention(
             config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=decoder_params.num_cache_heads(config, num_stripes),
+            num_heads=shares.num_heads,
+            num_kv_heads=shares.num_kv_heads,
             head_dim=config.head_dim,
             qkv_bias=config.qkv_bias,
             out_bias=config.attention_out_bias,
@@ -53,7 +55,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm()
         self.mlp = GatedMLP(
             config.hidden_size,
-            config.intermediate_size,
+            shares.intermediate_size,
             activation=config.hidden_act,
             use_bias=config.mlp_bias,
             num_stripes=num_stripes,
@@ -84,7 +86,13 @@ def _run_layer(
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm, output head."""
+    """Embedding, layers, final norm, output head; or one stage of a pipeline: some of the layers, and what comes before the first
+    and after the last of them.
+
+    Attributes:
+        embed: of the first stage, and of a last one whose output head is tied to it.
+        norm, lm_head: of the last stage.
+    """
 
     def __init__(
         self,
@@ -95,6 +103,7 @@ class Decoder(nnx.Module):
         num_stripes: int = 1,
         mesh: Mesh | None = None,
         attention_backend: str = "auto",
+        layers: range | None = None,
     ) -> None:
         """Parameters are zeros (scales ones): see `jaxllm.models.graph` for how weights get in.
 
@@ -103,52 +112,85 @@ class Decoder(nnx.Module):
             num_stripes: devices that share the heads; see `ParamSpec.num_stripes`.
             mesh: the devices, from `sharding.mesh.make_mesh(tensor=num_stripes)`; None for one device.
             attention_backend: `implementation` of `paged_attention`.
+            layers: of this stage; None for all.
 
         Raises:
-            ValueError: if the heads cannot be shared by `num_stripes` devices, or `kv_groups` does not fit.
+            ValueError: if `num_stripes` is below 1, or `kv_groups` does not fit.
         """
-        if len(kv_groups) != config.num_layers:
-            raise ValueError(f"kv_groups has {len(kv_groups)} entries for {config.num_layers} layers")
-        decoder_params.check_stripes(config, num_stripes)
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        layers = range(config.num_layers) if layers is None else layers
+        if len(kv_groups) != len(layers):
+            raise ValueError(f"kv_groups has {len(kv_groups)} entries for {len(layers)} layers")
+        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
+        shares = decoder_params.Shares.of(config, num_stripes)
+
+        def table() -> Embedding:
+            return Embedding(shares.vocab_size, config.hidden_size, dtype=dtype)
+
+        self.embed = table() if self.is_first or (self.is_last and config.tie_word_embeddings) else None
         self.layers = nnx.List(
             DecoderLayer(
                 config,
                 dtype,
+                shares=shares,
                 sliding_window=window,
                 kv_group=group,
                 num_stripes=num_stripes,
                 mesh=mesh,
                 attention_backend=attention_backend,
             )
-            for window, (group, _) in zip(config.sliding_windows, kv_groups, strict=True)
+            for window, (group, _) in zip(config.sliding_windows[layers.start : layers.stop], kv_groups, strict=True)
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.lm_head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype) if self.is_last else None
+        self.lm_head = table() if self.is_last and not config.tie_word_embeddings else None
         self.config = config
         self.array_of_layer = tuple(array for _, array in kv_groups)
 
     def __call__(
-        self, token_ids: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+        self, inputs: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """token_ids int32 [T], kv_caches of [N, 2, K, B, D] -> (hidden [T, M] after the final norm, kv_caches)."""
+        """Token ids int32 [T], or what the stage before gave, and kv_caches of [N, 2, K, B, D] -> (hidden [T, M], kv_caches).
+
+        What the last stage gives is after the final norm.
+        """
         caches = list(kv_caches)
         inv_freq, factor = rope_frequencies(self.config.rope, self.config.head_dim, self.config.max_position_embeddings)
         cos, sin = rope_cos_sin(metadata.positions, inv_freq, factor)
-        x = self.embed(token_ids)
+        x = self.embed(inputs) if self.is_first else inputs
+        plans = {}
         for layer, array in zip(self.layers, self.array_of_layer, strict=True):
+            window = layer.attention.sliding_window
+            if window not in plans:
+                plans[window] = layer.attention.plan(metadata, caches[array].shape[3], x.dtype)
+            metadata = dataclasses.replace(metadata, plan=plans[window])
             graphdef, state = nnx.split(layer)
             x, caches[array] = _run_layer(graphdef, state, x, caches[array], metadata, cos, sin)
-        return self.norm(x), tuple(caches)
+        return x if self.norm is None else self.norm(x), tuple(caches)
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [R, M] -> float32 [R, V]."""
-        return (self.lm_head or self.embed).logits(hidden)
+        """hidden [R, M] -> float32 [R, V]; V with the padding of `padded_vocab_size`, whose logits are -inf."""
+        logits = (self.lm_head or self.embed).logits(hidden)
+        if logits.shape[1] == self.config.vocab_size:
+            return logits
+        return jnp.where(jnp.arange(logits.shape[1]) < self.config.vocab_size, logits, -jnp.inf)
 
     @staticmethod
-    def param_specs(config: DecoderConfig, dtype: str, num_stripes: int = 1) -> list[ParamSpec]:
-        """Every parameter and the checkpoint tensors that it is made of."""
-        return decoder_params.param_specs(config, dtype, num_stripes)
+    def param_specs(config: DecoderConfig, dtype: str, num_stripes: int = 1, layers: range | None = None) -> list[ParamSpec]:
+        """Every parameter and the checkpoint tensors that it is made of.
+
+        Args:
+            layers: of a stage, whose parameters alone are given; their paths count the layers of the whole model.
+        """
+        return decoder_params.param_specs(config, dtype, num_stripes, layers)
+
+    @staticmethod
+    def padded_vocab_size(config: DecoderConfig, num_stripes: int = 1) -> int:
+        """V as `compute_logits` gives it."""
+        return decoder_params.Shares.of(config, num_stripes).vocab_size
+
+    @staticmethod
+    def padding(config: DecoderConfig, num_stripes: int) -> str:
+        """What must be filled up with zero weights so that `num_stripes` devices share it evenly; "" for nothing."""
+        return decoder_params.Shares.of(config, num_stripes).padding(config)
 
     @staticmethod
     def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:

@@ -1,59 +1,112 @@
-"""What a Decoder's parameters and KV cache are made of, in names and shapes."""
+"""What a Decoder's parameters and KV cache are made of, in names and shapes, and how devices share them."""
+
+from dataclasses import dataclass
 
 from jaxllm.config import ITEMSIZE, DecoderConfig
 from jaxllm.core.kv_cache_interface import KVCacheSpec
 from jaxllm.layers.spec import ParamSpec, Part
 
-
-def check_stripes(config: DecoderConfig, num_stripes: int) -> None:
-    """Raise ValueError unless `num_stripes` devices can share the heads and the feed-forward columns."""
-    if num_stripes < 1:
-        raise ValueError(f"num_stripes must be at least 1, got {num_stripes!r}")
-    for name in ("num_heads", "intermediate_size"):
-        if getattr(config, name) % num_stripes:
-            raise ValueError(f"{name} {getattr(config, name)} cannot be shared evenly by {num_stripes} devices")
-    if config.num_kv_heads % num_stripes and num_stripes % config.num_kv_heads:
-        raise ValueError(f"num_kv_heads {config.num_kv_heads} is neither a multiple nor a divisor of {num_stripes} devices")
+# The sampler looks at blocks of so many neighbouring tokens; no block may lie on two devices.
+VOCAB_BLOCK = 128
 
 
-def num_cache_heads(config: DecoderConfig, num_stripes: int) -> int:
-    """KV heads over all devices: each is repeated if there are fewer than devices."""
-    return max(config.num_kv_heads, num_stripes)
+@dataclass(frozen=True)
+class Shares:
+    """The sizes of a model that `num_stripes` devices share evenly. What does not divide is filled up with zero weights.
+
+    Every KV head becomes `repeat` copies, each for `heads_per_copy` of its query heads; so KV heads that are fewer than devices
+    are there more than once. Zero query heads fill up copies that have too few, and zero copies, with their zero query heads,
+    make the number of copies a multiple of that of devices. The output product multiplies a zero head's result by zero weights.
+
+    Attributes:
+        num_heads, num_kv_heads, intermediate_size, vocab_size: over all devices.
+        repeat: copies of a KV head.
+        heads_per_copy: query heads of one.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    vocab_size: int
+    repeat: int
+    heads_per_copy: int
+
+    @classmethod
+    def of(cls, config: DecoderConfig, num_stripes: int) -> "Shares":
+        """
+        Raises:
+            ValueError: if `num_stripes` is below 1.
+        """
+        if num_stripes < 1:
+            raise ValueError(f"num_stripes must be at least 1, got {num_stripes!r}")
+        group = config.num_heads // config.num_kv_heads
+        repeat = min(max(num_stripes // config.num_kv_heads, 1), group)
+        heads_per_copy = -(-group // repeat)
+        num_copies = _round_up(config.num_kv_heads * repeat, num_stripes)
+        return cls(
+            num_heads=num_copies * heads_per_copy,
+            num_kv_heads=num_copies,
+            intermediate_size=_round_up(config.intermediate_size, num_stripes),
+            vocab_size=_round_up(config.vocab_size, num_stripes * VOCAB_BLOCK) if num_stripes > 1 else config.vocab_size,
+            repeat=repeat,
+            heads_per_copy=heads_per_copy,
+        )
+
+    def padding(self, config: DecoderConfig) -> str:
+        """What is filled up and how far, for people; "" if nothing is."""
+        sizes = {
+            "query heads": "num_heads",
+            "feed-forward columns": "intermediate_size",
+            "tokens of the vocabulary": "vocab_size",
+        }
+        found = {name: (getattr(config, field), getattr(self, field)) for name, field in sizes.items()}
+        kv_heads = config.num_kv_heads * self.repeat
+        found["KV heads" if self.repeat == 1 else f"KV heads, {self.repeat} copies of each,"] = (kv_heads, self.num_kv_heads)
+        return ", ".join(f"{real} {name} to {padded}" for name, (real, padded) in found.items() if real != padded)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def kv_cache_specs(config: DecoderConfig, block_size: int, dtype: str, num_stripes: int) -> list[KVCacheSpec]:
-    check_stripes(config, num_stripes)
-    return [
-        KVCacheSpec(block_size, num_cache_heads(config, num_stripes), config.head_dim, ITEMSIZE[dtype], window)
-        for window in config.sliding_windows
-    ]
+    num_kv_heads = Shares.of(config, num_stripes).num_kv_heads
+    return [KVCacheSpec(block_size, num_kv_heads, config.head_dim, ITEMSIZE[dtype], window) for window in config.sliding_windows]
 
 
-def param_specs(config: DecoderConfig, dtype: str, num_stripes: int) -> list[ParamSpec]:
-    check_stripes(config, num_stripes)
+# The table of a last stage whose output head is tied to the first stage's embedding: there are two, and a path is of one.
+TIED_TABLE = "tied_embed.table"
+
+
+def param_specs(config: DecoderConfig, dtype: str, num_stripes: int, layers: range | None = None) -> list[ParamSpec]:
+    shares = Shares.of(config, num_stripes)
     hidden, vocab = config.hidden_size, config.vocab_size
-    # A vocabulary that does not divide is kept whole on every device.
-    vocab_axis = "vocab" if vocab % num_stripes == 0 else None
 
     def vector(path: str, size: int, name: str) -> ParamSpec:
         return ParamSpec(path, (size,), dtype, (None,), (Part(name, (size,)),))
 
     def table(path: str, name: str) -> ParamSpec:
-        return ParamSpec(path, (vocab, hidden), dtype, (vocab_axis, None), (Part(name, (vocab, hidden)),))
+        part = Part(name, (vocab, hidden), padding=shares.vocab_size - vocab)
+        return ParamSpec(path, (shares.vocab_size, hidden), dtype, ("vocab", None), (part,))
 
-    specs = [table("embed.table", "model.embed_tokens.weight")]
-    for layer in range(config.num_layers):
+    layers = range(config.num_layers) if layers is None else layers
+    is_first, is_last = layers.start == 0, layers.stop == config.num_layers
+    specs = [table("embed.table", "model.embed_tokens.weight")] if is_first else []
+    for layer in layers:
         path, name = f"layers.{layer}", f"model.layers.{layer}"
         specs.append(vector(f"{path}.attention_norm.scale", hidden, f"{name}.input_layernorm.weight"))
-        specs += _attention(config, dtype, num_stripes, f"{path}.attention", f"{name}.self_attn")
+        specs += _attention(config, shares, dtype, num_stripes, f"{path}.attention", f"{name}.self_attn")
         if config.qk_norm:
             specs.append(vector(f"{path}.attention.q_norm.scale", config.head_dim, f"{name}.self_attn.q_norm.weight"))
             specs.append(vector(f"{path}.attention.k_norm.scale", config.head_dim, f"{name}.self_attn.k_norm.weight"))
         specs.append(vector(f"{path}.mlp_norm.scale", hidden, f"{name}.post_attention_layernorm.weight"))
-        specs += _mlp(config, dtype, num_stripes, f"{path}.mlp", f"{name}.mlp")
-    specs.append(vector("norm.scale", hidden, "model.norm.weight"))
-    if not config.tie_word_embeddings:
-        specs.append(table("lm_head.table", "lm_head.weight"))
+        specs += _mlp(config, shares, dtype, num_stripes, f"{path}.mlp", f"{name}.mlp")
+    if is_last:
+        specs.append(vector("norm.scale", hidden, "model.norm.weight"))
+        if not config.tie_word_embeddings:
+            specs.append(table("lm_head.table", "lm_head.weight"))
+        elif not is_first:
+            specs.append(table(TIED_TABLE, "model.embed_tokens.weight"))
     return specs
 
 
@@ -63,18 +116,22 @@ def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
     return (*patterns, r"lm_head\.weight") if config.tie_word_embeddings else patterns
 
 
-def _attention(config: DecoderConfig, dtype: str, num_stripes: int, path: str, name: str) -> list[ParamSpec]:
+def _attention(config: DecoderConfig, shares: Shares, dtype: str, num_stripes: int, path: str, name: str) -> list[ParamSpec]:
     hidden, head_dim = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    repeat = num_cache_heads(config, num_stripes) // config.num_kv_heads
-    columns = q_size + 2 * kv_size * repeat
-    projections = (("q_proj", q_size, 1), ("k_proj", kv_size, repeat), ("v_proj", kv_size, repeat))
+    group = config.num_heads // config.num_kv_heads
+    copies_missing = shares.num_kv_heads - config.num_kv_heads * shares.repeat
+    q_padding = {"padding": copies_missing * shares.heads_per_copy * head_dim}
+    if heads_missing := shares.repeat * shares.heads_per_copy - group:
+        q_padding |= {"repeat_size": group * head_dim, "group_padding": heads_missing * head_dim}
+    kv_padding = {"padding": copies_missing * head_dim}
+    if shares.repeat > 1:
+        kv_padding |= {"repeat": shares.repeat, "repeat_size": head_dim}
+    columns = (shares.num_heads + 2 * shares.num_kv_heads) * head_dim
+    projections = (("q_proj", q_size, q_padding), ("k_proj", kv_size, kv_padding), ("v_proj", kv_size, kv_padding))
 
     def parts(kind: str, *tail: int) -> tuple[Part, ...]:
-        return tuple(
-            Part(f"{name}.{projection}.{kind}", (size, *tail), times, head_dim if times > 1 else 1)
-            for projection, size, times in projections
-        )
+        return tuple(Part(f"{name}.{projection}.{kind}", (size, *tail), **padding) for projection, size, padding in projections)
 
     specs = [
         ParamSpec(
@@ -89,18 +146,21 @@ def _attention(config: DecoderConfig, dtype: str, num_stripes: int, path: str, n
     ]
     if config.qkv_bias:
         specs.append(ParamSpec(f"{path}.qkv.bias", (columns,), dtype, ("heads",), parts("bias"), num_stripes=num_stripes))
-    out = Part(f"{name}.o_proj.weight", (hidden, q_size))
-    specs.append(ParamSpec(f"{path}.out.kernel", (q_size, hidden), dtype, ("heads", None), (out,), transpose=True))
+    out = Part(f"{name}.o_proj.weight", (hidden, q_size), **q_padding, axis=1)
+    rows = shares.num_heads * head_dim
+    specs.append(ParamSpec(f"{path}.out.kernel", (rows, hidden), dtype, ("heads", None), (out,), transpose=True))
     if config.attention_out_bias:
         specs.append(ParamSpec(f"{path}.out.bias", (hidden,), dtype, (None,), (Part(f"{name}.o_proj.bias", (hidden,)),)))
     return specs
 
 
-def _mlp(config: DecoderConfig, dtype: str, num_stripes: int, path: str, name: str) -> list[ParamSpec]:
-    hidden, inner = config.hidden_size, config.intermediate_size
+def _mlp(config: DecoderConfig, shares: Shares, dtype: str, num_stripes: int, path: str, name: str) -> list[ParamSpec]:
+    hidden, inner = config.hidden_size, shares.intermediate_size
+    size, padding = config.intermediate_size, shares.intermediate_size - config.intermediate_size
 
     def parts(kind: str, *tail: int) -> tuple[Part, ...]:
-        return tuple(Part(f"{name}.{projection}.{kind}", (inner, *tail)) for projection in ("gate_proj", "up_proj"))
+        projections = ("gate_proj", "up_proj")
+        return tuple(Part(f"{name}.{projection}.{kind}", (size, *tail), padding=padding) for projection in projections)
 
     specs = [
         ParamSpec(
@@ -115,7 +175,7 @@ def _mlp(config: DecoderConfig, dtype: str, num_stripes: int, path: str, name: s
     ]
     if config.mlp_bias:
         specs.append(ParamSpec(f"{path}.gate_up.bias", (2 * inner,), dtype, ("mlp",), parts("bias"), num_stripes=num_stripes))
-    down = Part(f"{name}.down_proj.weight", (hidden, inner))
+    down = Part(f"{name}.down_proj.weight", (hidden, size), padding=padding, axis=1)
     specs.append(ParamSpec(f"{path}.down.kernel", (inner, hidden), dtype, ("mlp", None), (down,), transpose=True))
     if config.mlp_bias:
         specs.append(ParamSpec(f"{path}.down.bias", (hidden,), dtype, (None,), (Part(f"{name}.down_proj.bias", (hidden,)),)))

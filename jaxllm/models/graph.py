@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxllm.config import DecoderConfig, DType
 from jaxllm.layers.spec import ParamSpec
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.decoder_params import TIED_TABLE
 from jaxllm.models.registry import model_class
 
 
@@ -24,9 +25,11 @@ class ModelGraph:
 
     Attributes:
         specs: its parameters; `bind` takes the weights in this order.
+        vocab_size: V as `compute_logits` gives it, with what fills it up for the devices to share it evenly.
     """
 
     specs: tuple[ParamSpec, ...]
+    vocab_size: int
     _graphdef: Any
     _treedef: Any
     _order: tuple[int, ...]
@@ -53,6 +56,7 @@ def build_model_graph(
     num_stripes: int = 1,
     mesh: Mesh | None = None,
     attention_backend: str = "auto",
+    layers: range | None = None,
 ) -> ModelGraph:
     """Build a model abstractly; no parameter is allocated. Arguments as those of `Decoder`.
 
@@ -68,16 +72,29 @@ def build_model_graph(
             num_stripes=num_stripes,
             mesh=mesh,
             attention_backend=attention_backend,
+            layers=layers,
         )
     )
-    specs = tuple(cls.param_specs(config, dtype, num_stripes))
+    specs = tuple(cls.param_specs(config, dtype, num_stripes, layers))
     index_of = {spec.path: index for index, spec in enumerate(specs)}
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     assert len(leaves) == len(specs), f"{len(leaves)} parameters built, {len(specs)} specified"
     order = []
     for path, leaf in leaves:
-        index = index_of[".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))]
+        name = ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+        index = index_of[_path_in_whole_model(name, layers)]
         assert leaf.shape == specs[index].shape, f"{specs[index].path}: {leaf.shape} built, {specs[index].shape} specified"
         order.append(index)
-    return ModelGraph(specs, graphdef, treedef, tuple(order))
+    return ModelGraph(specs, cls.padded_vocab_size(config, num_stripes), graphdef, treedef, tuple(order))
+
+
+def _path_in_whole_model(path: str, layers: range | None) -> str:
+    """The path that a parameter of a stage has in its ParamSpec."""
+    if layers is None or layers.start == 0:
+        return path
+    kind, _, rest = path.partition(".")
+    if kind == "layers":
+        layer, _, rest = rest.partition(".")
+        return f"layers.{int(layer) + layers.start}.{rest}"
+    return TIED_TABLE if kind == "embed" else path

@@ -80,6 +80,22 @@ def add_admin_routes(app: FastAPI, context: Context) -> None:
     async def metrics() -> Response:
         return Response(metrics_page(context), media_type=CONTENT_TYPE)
 
+    if context.config.parallel.data_parallel_backend == "ray":
+
+        @app.post("/scale")
+        async def scale(body: ScaleRequest) -> Response:
+            try:
+                await context.engine.scale(body.data_parallel_size)
+            except Exception as error:
+                raise to_api_error(error) from error
+            return JsonResponse({"data_parallel_size": context.engine.num_engines})
+
+
+class ScaleRequest(BaseModel):
+    """How many engines there are to be. The answer comes when there are."""
+
+    data_parallel_size: int
+
 
 async def _health(context: Context) -> Response:
     try:

@@ -44,6 +44,7 @@ class ServeArgs:
         max_log_len: characters of a prompt or answer in the log.
         disable_uvicorn_access_log: do not log every call.
         uvicorn_log_level: debug, info, warning, error or critical: what the HTTP server itself logs.
+        api_server_count: processes that serve HTTP, before the same engines.
         shutdown_timeout: seconds that open requests get when the server is told to stop.
     """
 
@@ -85,10 +86,13 @@ class ServeArgs:
     disable_uvicorn_access_log: bool = False
     uvicorn_log_level: str = "info"
     shutdown_timeout: float = 0.0
+    api_server_count: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be in [0, 65535], got {self.port}")
+        if self.api_server_count < 1:
+            raise ValueError(f"--api-server-count must be at least 1, got {self.api_server_count}")
         if self.max_body_size < 1:
             raise ValueError(f"--max-body-size must be at least 1, got {self.max_body_size}")
         if self.max_log_len is not None and self.max_log_len < 0:

@@ -92,8 +92,9 @@ class _Chat:
         )  # fmt: skip
         recommended = context.generation_defaults.get("max_tokens")
         limit = context.encoder.max_tokens(wanted, recommended, len(tokens["prompt_token_ids"]), param)
+        call = self.call
         return EngineRequest(
-            self.call.id, tokens, self._params(limit), body.priority, body.cache_salt, self.call.trace_headers
+            call.id, tokens, self._params(limit), body.priority, body.cache_salt, call.trace_headers, call.data_parallel_rank
         )  # fmt: skip
 
     def _params(self, max_tokens: int) -> SamplingParams:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, add_fields, engine_args_of, fields_of
+from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, add_fields, engine_args_of, fields_of, run_node
 from jaxllm.engine.engine_args import EngineArgs
 from jaxllm.engine.errors import EngineStartError
 from jaxllm.serve.args import ServeArgs
@@ -24,18 +24,19 @@ from jaxllm.serve.vllm_flags import add_vllm_flags, long_flags
 
 if TYPE_CHECKING:
     from jaxllm.engine.async_llm import AsyncLLM
+    from jaxllm.serve.api_servers import EngineParts
 
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s{}: %(message)s"
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "HTTP": (
         "host", "port", "uds", "root_path", "api_key", "allowed_origins", "allowed_methods", "allowed_headers",
         "allow_credentials", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "max_body_size", "sse_keep_alive_interval",
-        "shutdown_timeout", "disable_fastapi_docs", "dev_mode",
+        "shutdown_timeout", "disable_fastapi_docs", "dev_mode", "api_server_count",
     ),
     "API": (
         "served_model_name", "chat_template", "chat_template_content_format", "default_chat_template_kwargs",
@@ -192,26 +193,52 @@ def start_engine(args: EngineArgs, phases: Phases) -> "AsyncLLM":
         return AsyncLLM(config, tokenizer)
 
 
-def main(argv: Sequence[str] | None = None, start: "Callable[[EngineArgs, Phases], AsyncLLM]" = start_engine) -> int:
+def engine_parts(args: EngineArgs) -> "EngineParts":
+    """
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+    from jaxllm.serve.api_servers import EngineParts
+
+    return EngineParts(args.create_engine_config("server"), args.load_tokenizer)
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    start: "Callable[[EngineArgs, Phases], AsyncLLM]" = start_engine,
+    make_parts: "Callable[[EngineArgs], EngineParts]" = engine_parts,
+) -> int:
     """Serve until told to stop.
 
     Args:
         start: makes the engine.
+        make_parts: what several API servers make their engines of.
 
     Returns:
         The exit code: 0 if it was told to stop, EXIT_USAGE for a mistake of the caller, EXIT_FAILED if the engine did not start
         or died, 128 plus the signal's number if it was told to stop at once.
     """
     serve_args, engine_args, notes = parse(sys.argv[1:] if argv is None else argv)
-    _set_up_logging(serve_args)
+    set_up_logging(serve_args)
     for note in notes:
         logger.warning(note)
     phases = Phases()
-    sock = engine = None
+    sock = engine = launcher = None
     try:
+        if engine_args.node_rank > 0:
+            return run_node(engine_args, "server")
         from jaxllm.serve.server import bind
 
         sock = bind(serve_args)
+        if serve_args.api_server_count > 1:
+            from jaxllm.serve.api_servers import Launcher
+
+            with _interrupted_by_sigterm():
+                launcher = Launcher(serve_args, make_parts(engine_args), sock)
+                with phases.phase("engines"):
+                    launcher.wait_until_ready()
+            _say_ready(serve_args.served_model_name or (engine_args.model,), sock, serve_args, phases)
+            return launcher.run()
         with _interrupted_by_sigterm():
             engine = start(engine_args, phases)
             with phases.phase("front end"):
@@ -231,14 +258,20 @@ def main(argv: Sequence[str] | None = None, start: "Callable[[EngineArgs, Phases
     finally:
         if engine is not None:
             engine.shutdown()
+        if launcher is not None:
+            launcher.close()
         if sock is not None:
             sock.close()
             if serve_args.uds is not None and os.path.exists(serve_args.uds):
                 os.unlink(serve_args.uds)
 
 
-def _set_up_logging(args: ServeArgs) -> None:
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+def set_up_logging(args: ServeArgs, which: str = "") -> None:
+    """
+    Args:
+        which: of several processes, for every line.
+    """
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT.format(which))
     level = getattr(logging, args.uvicorn_log_level.upper())
     logging.getLogger("uvicorn.access").setLevel(level)
     # What it says of its own start and end is said better here.
@@ -261,8 +294,15 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _say_ready(model_names: Sequence[str], sock: socket.socket, args: ServeArgs, phases: Phases) -> None:
+    from jaxllm.serve.server import address_of
+
+    phases.say(f"{'ready after':<16}{time.perf_counter() - phases.start:6.1f} s")
+    phases.say(f"serving {', '.join(model_names)} on {address_of(sock, args)}")
+
+
 async def _serve(context: Any, sock: socket.socket, phases: Phases) -> int:
-    from jaxllm.serve.server import ApiServer, address_of
+    from jaxllm.serve.server import ApiServer
 
     server = ApiServer(context, sock)
     loop = asyncio.get_running_loop()
@@ -279,8 +319,6 @@ async def _serve(context: Any, sock: socket.socket, phases: Phases) -> int:
     while not (server.is_started or running.done()):
         await asyncio.sleep(0.01)
     if server.is_started:
-        phases.say(f"{'ready after':<16}{time.perf_counter() - phases.start:6.1f} s")
-        names = ", ".join(context.model_names)
-        phases.say(f"serving {names} on {address_of(sock, context.args)}")
+        _say_ready(context.model_names, sock, context.args, phases)
     code = await running
     return 128 + last_signal if server.num_stops > 1 else code

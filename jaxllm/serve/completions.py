@@ -88,8 +88,9 @@ class _Completion:
         limit = encoder.max_tokens(wanted, recommended, len(tokens["prompt_token_ids"]), "max_tokens")
         if self.echo and "prompt" not in tokens and self.context.tokenizer is not None:
             tokens["prompt"] = encoder.decode(tokens["prompt_token_ids"])
+        request_id, call = f"{self.call.id}-{position}", self.call
         return EngineRequest(
-            f"{self.call.id}-{position}", tokens, self._params(limit), body.priority, body.cache_salt, self.call.trace_headers
+            request_id, tokens, self._params(limit), body.priority, body.cache_salt, call.trace_headers, call.data_parallel_rank
         )
 
     def _params(self, max_tokens: int) -> SamplingParams:

@@ -22,6 +22,7 @@ from jaxllm.serve.parsers import OutputParser
 from jaxllm.serve.prompts import PromptEncoder
 from jaxllm.serve.protocol.base import GenerationBody, RequestMetrics, Usage
 from jaxllm.serve.protocol.responses import ResponsesRequest
+from jaxllm.serve.shared_metrics import SharedMetrics
 from jaxllm.serve.streams import EngineRequest, EngineStream
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_LEN = 128
 REQUEST_ID = "jaxllm.request_id"  # in an ASGI scope: the id that was made for a request without one
+ENGINE_HEADER = "X-data-parallel-rank"
 TRACE_HEADERS = ("traceparent", "tracestate")
 
 
@@ -50,6 +52,7 @@ class Call:
         base_id: the client's own id, or a random one.
         id: of the response.
         created: seconds, `time.time()`.
+        data_parallel_rank: the engine that is to run it, if the client has a wish.
     """
 
     base_id: str
@@ -57,6 +60,7 @@ class Call:
     created: int
     model: str
     trace_headers: dict[str, str] | None
+    data_parallel_rank: int | None
 
 
 class Context:
@@ -90,6 +94,7 @@ class Context:
         self.num_open = 0  # HTTP requests
         self.http_requests: dict[tuple[str, str, int], Counter] = {}  # by method, route and status
         self.is_stopping = False
+        self.shared_metrics: SharedMetrics | None = None  # if this is one of several servers
 
     def check_model(self, model: str | None) -> str:
         """The name that responses carry.
@@ -104,7 +109,7 @@ class Context:
     def begin(self, prefix: str, body: GenerationBody | ResponsesRequest, request: Request) -> Call:
         """
         Raises:
-            ApiError: if the server stops, or the request names another model.
+            ApiError: if the server stops, or the request names another model, or an engine that is none.
         """
         if self.is_stopping:
             raise shutting_down()
@@ -112,7 +117,16 @@ class Context:
         made = request.scope.get(REQUEST_ID) or uuid.uuid4().hex
         base_id = (request.headers.get("x-request-id") or body.request_id or made)[:MAX_REQUEST_ID_LEN]
         trace = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
-        return Call(base_id, base_id if base_id.startswith(prefix) else prefix + base_id, int(time.time()), model, trace or None)
+        response_id = base_id if base_id.startswith(prefix) else prefix + base_id
+        return Call(base_id, response_id, int(time.time()), model, trace or None, self._wanted_engine(request))
+
+    def _wanted_engine(self, request: Request) -> int | None:
+        text = request.headers.get(ENGINE_HEADER)
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdecimal()):
+            raise bad_request(f"{ENGINE_HEADER} must be a number, got {text!r}", ENGINE_HEADER)
+        return int(text)  # the engine checks it
 
     def open(self, call: Call, requests: Sequence[EngineRequest]) -> EngineStream:
         """A stream of the engine's outputs, known to `abort` until it is closed."""

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from jaxllm.engine.errors import AdmissionError, EngineDeadError, RequestFailedError
+from jaxllm.engine.errors import AdmissionError, EngineDeadError, EngineLostError, RequestFailedError
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,8 @@ def to_api_error(error: Exception, body: BaseModel | None = None, aliases: Mappi
         return over_capacity(error)
     if isinstance(error, ValueError | OverflowError):
         return from_value_error(error, body, aliases)
+    if isinstance(error, EngineLostError):
+        return ApiError(500, "InternalServerError", f"The engine of this request has died: {error}")
     if isinstance(error, EngineDeadError):
         return ApiError(500, "InternalServerError", "The engine has died; the server is going down")
     if isinstance(error, RequestFailedError):

@@ -85,7 +85,13 @@ def metrics_page(context: "Context") -> str:
     """What GET /metrics answers."""
     labels = {"model_name": context.model_names[0], "engine": "0"}
     prefix = "vllm:" if context.args.vllm_metric_names else METRIC_PREFIX
-    return render([*engine_metrics(context), *server_metrics(context)], labels, prefix)
+    metrics = all_metrics(context)
+    return render(metrics if context.shared_metrics is None else context.shared_metrics.merged(metrics), labels, prefix)
+
+
+def all_metrics(context: "Context") -> list[Metric]:
+    """This server's own."""
+    return [*engine_metrics(context), *server_metrics(context)]
 
 
 class StatsLogger:
@@ -107,11 +113,15 @@ class StatsLogger:
                 logger.info(line)
 
     def _totals(self) -> dict[str, float]:
-        return {
-            metric.name.removeprefix(METRIC_PREFIX): metric.value
-            for metric in engine_metrics(self.context)
-            if isinstance(metric, Counter | Gauge) and not metric.labels
-        }
+        """Of all engines together; of the KV cache their mean."""
+        totals: dict[str, float] = {}
+        for metric in engine_metrics(self.context):
+            if isinstance(metric, Counter | Gauge) and not metric.labels.keys() - {"engine"}:
+                name = metric.name.removeprefix(METRIC_PREFIX)
+                totals[name] = totals.get(name, 0.0) + metric.value
+        if "kv_cache_usage_perc" in totals:
+            totals["kv_cache_usage_perc"] /= self.context.engine.num_engines
+        return totals
 
     def line(self) -> str | None:
         """What happened since the last one; None if nothing did, twice in a row."""
@@ -124,9 +134,12 @@ class StatsLogger:
         was_idle, self.was_idle = self.was_idle, not (running or waiting or prompt or generation)
         if was_idle and self.was_idle:
             return None
+        padding = new.get("padding_tokens", 0)
+        computed = padding + new.get("computed_tokens", 0)
         queries, hits = new.get("prefix_cache_queries", 0), new.get("prefix_cache_hits", 0)
         return (
             f"running {running:.0f}, waiting {waiting:.0f}, KV cache {100 * totals.get('kv_cache_usage_perc', 0):.1f}% in use, "
             f"prompt {prompt / seconds:.1f} tokens/s, generation {generation / seconds:.1f} tokens/s, "
-            f"prefix cache hits {100 * hits / queries if queries else 0:.1f}%"
+            f"prefix cache hits {100 * hits / queries if queries else 0:.1f}%, "
+            f"padding {100 * padding / computed if computed else 0:.1f}%"
         )

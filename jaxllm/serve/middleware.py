@@ -72,7 +72,7 @@ class CountMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Lets requests under /v1 in only with one of the keys.
+    """Lets requests under /v1, and /scale, in only with one of the keys.
 
     Args:
         keys: at least one.
@@ -91,7 +91,7 @@ class ApiKeyMiddleware:
 
     def _is_open(self, scope: Scope) -> bool:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        return not (path == "/v1" or path.startswith("/v1/"))
+        return not (path in ("/v1", "/scale") or path.startswith("/v1/"))
 
     def _is_known(self, scope: Scope) -> bool:
         scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")

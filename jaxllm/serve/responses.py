@@ -70,8 +70,9 @@ class _ResponseWork:
         )  # fmt: skip
         logprobs = body.top_logprobs or 0 if body.wants_logprobs else None
         self.params = context.sampling_params(chat, limit, logprobs=logprobs)
+        call = self.call
         return EngineRequest(
-            self.call.id, tokens, self.params, body.priority, body.cache_salt, self.call.trace_headers
+            call.id, tokens, self.params, body.priority, body.cache_salt, call.trace_headers, call.data_parallel_rank
         )  # fmt: skip
 
     def _chat_body(self) -> ChatTemplateBody:

@@ -12,7 +12,7 @@ import uvicorn
 from jaxllm.serve.app import build_app
 from jaxllm.serve.args import ServeArgs
 from jaxllm.serve.context import Context
-from jaxllm.serve.metrics import StatsLogger
+from jaxllm.serve.metrics import StatsLogger, all_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,10 @@ class ApiServer:
         """
         listener = asyncio.create_task(self.uvicorn.serve([self.sock]))
         stats = None if not self.context.config.log_stats else asyncio.create_task(StatsLogger(self.context).run())
+        publisher = None
+        if (shared := self.context.shared_metrics) is not None:
+            publisher = asyncio.create_task(shared.run(lambda: all_metrics(self.context)))
+        tasks = [task for task in (listener, stats, publisher) if task is not None]
         try:
             await self._wait_until_over(listener)
             died = self.context.engine.dead_error
@@ -128,10 +132,9 @@ class ApiServer:
             await self._drain(listener)
             return EXIT_ENGINE_DIED if died is not None else 0
         finally:
-            for task in (listener, stats):
-                if task is not None:
-                    task.cancel()
-            await asyncio.gather(*(task for task in (listener, stats) if task is not None), return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def is_started(self) -> bool:

@@ -43,7 +43,11 @@ class JsonResponse(Response):
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One prompt of a call."""
+    """One prompt of a call.
+
+    Attributes:
+        data_parallel_rank: the engine that is to run it; None for any.
+    """
 
     request_id: str
     prompt: TokensPrompt
@@ -51,6 +55,7 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str | None = None
     trace_headers: dict[str, str] | None = None
+    data_parallel_rank: int | None = None
 
 
 class EngineStream:
@@ -77,6 +82,7 @@ class EngineStream:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 trace_headers=request.trace_headers,
+                data_parallel_rank=request.data_parallel_rank,
             )
             for request in requests
         ]

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
 
 from jaxllm.layers.spec import ParamSpec
+from jaxllm.weights.layout import Layout
 from jaxllm.weights.load import complete_shardings
 from jaxllm.weights.reader import dtype_of
 
@@ -22,7 +24,8 @@ def dummy_params(
     """Random parameters, made on the devices that hold them.
 
     Norm weights (vectors that are no bias) are ones; all else is normal with a standard deviation of 0.02. A parameter's values
-    depend on its path, shape and dtype and on `seed`, not on the other parameters nor on how it is sharded.
+    depend on the names and shapes of its checkpoint tensors, its dtype and `seed`: not on the other parameters, nor on the number
+    of devices.
 
     Args:
         shardings: of each path; None puts everything on the first device.
@@ -36,9 +39,14 @@ def dummy_params(
     shardings = complete_shardings(specs, shardings)
 
     @functools.cache
-    def maker(shape: tuple[int, ...], dtype: str, sharding: Sharding):
-        def make(key: jax.Array) -> jax.Array:
-            return jax.random.normal(key, shape, dtype_of(dtype)) * jnp.asarray(_STANDARD_DEVIATION, dtype_of(dtype))
+    def maker(layout: Layout, dtype: str, sharding: Sharding):
+        deviation = jnp.asarray(_STANDARD_DEVIATION, dtype_of(dtype))
+
+        def make(root: jax.Array, names: jax.Array) -> jax.Array:
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(root, names)
+            return layout.assemble(
+                tuple(jax.random.normal(keys[i], part.shape, dtype_of(dtype)) * deviation for i, part in enumerate(layout.parts))
+            )
 
         return jax.jit(make, out_shardings=sharding)
 
@@ -49,11 +57,12 @@ def dummy_params(
     params = {}
     root = jax.random.key(seed)
     for spec in specs:
-        kind = (spec.shape, spec.dtype, shardings[spec.path])
+        kind = (spec.dtype, shardings[spec.path])
         if _is_norm(spec):
-            params[spec.path] = ones(*kind)()
+            params[spec.path] = ones(spec.shape, *kind)()
         else:
-            params[spec.path] = maker(*kind)(jax.random.fold_in(root, zlib.crc32(spec.path.encode())))
+            names = np.array([zlib.crc32(part.name.encode()) for part in spec.parts], np.uint32)
+            params[spec.path] = maker(Layout.of(spec), *kind)(root, names)
     return params
 
 

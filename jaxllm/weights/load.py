@@ -113,7 +113,7 @@ class Piece:
 
 
 def pieces(spec: ParamSpec, index: tuple[slice, ...]) -> Iterator[Piece]:
-    """The blocks of which `parameter[index]` is made, without gaps or overlaps."""
+    """The blocks of which `parameter[index]` is made, without overlaps; what none of them covers is padding."""
     bounds = [cut.indices(size)[:2] for cut, size in zip(index, spec.shape, strict=True)]
     width = spec.shape[-1] // spec.num_stripes
     low, high = bounds[-1]
@@ -132,8 +132,8 @@ def pieces(spec: ParamSpec, index: tuple[slice, ...]) -> Iterator[Piece]:
 
 
 def expanded_shape(spec: ParamSpec, part: Part) -> tuple[int, ...]:
-    """What a part brings to the parameter: repeated, and transposed if the parameter is."""
-    shape = (part.shape[0] * part.repeat, *part.shape[1:])
+    """What a part brings to the parameter: repeated, padded, and transposed if the parameter is."""
+    shape = part.expanded_shape
     if not spec.transpose:
         return shape
     assert len(shape) <= 2, f"{spec.path}: only matrices can be transposed"
@@ -145,19 +145,21 @@ def _runs(spec: ParamSpec, part: Part, bounds: list[tuple[int, int]], offset: in
     offsets = [0] * (len(bounds) - 1) + [offset]
     if spec.transpose:
         bounds, offsets = bounds[::-1], offsets[::-1]
-    low, high = bounds[0]
-    size = part.repeat_size if part.repeat > 1 else part.shape[0]
+    low, high = bounds[part.axis]
+    size, stride = part.group_size, part.group_stride
+    high = min(high, part.shape[part.axis] // size * stride)
+    index = [slice(*bound) for bound in bounds]
+    out = [slice(at, at + last - first) for at, (first, last) in zip(offsets, bounds, strict=True)]
     row = low
     while row < high:
-        group, within = row // (size * part.repeat), row % size
-        length = min(size - within, high - row)
-        source = group * size + within
-        rows = slice(offsets[0] + row - low, offsets[0] + row - low + length)
-        yield Piece(
-            part,
-            (slice(source, source + length), *(slice(*bound) for bound in bounds[1:])),
-            (rows, *(slice(at, at + last - first) for at, (first, last) in zip(offsets[1:], bounds[1:], strict=True))),
-        )
+        group, within = divmod(row, stride)
+        if within >= size * part.repeat:
+            row = (group + 1) * stride
+            continue
+        length = min(size - within % size, high - row)
+        source, target = group * size + within % size, offsets[part.axis] + row - low
+        index[part.axis], out[part.axis] = slice(source, source + length), slice(target, target + length)
+        yield Piece(part, tuple(index), tuple(out))
         row += length
 
 
@@ -169,6 +171,8 @@ def read_slice(reader: TensorReader, spec: ParamSpec, index: tuple[slice, ...], 
     """
     shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, spec.shape, strict=True))
     out = aligned_empty(shape, dtype_of(spec.dtype))
+    if any(part.is_padded for part in spec.parts):
+        out[...] = 0
     target = out.T if spec.transpose else out
 
     def read(piece: Piece) -> None:

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxllm.config import DType, check_choice
 from jaxllm.layers.spec import ParamSpec, Part
+from jaxllm.weights.layout import Layout
 from jaxllm.weights.reader import FLOAT_TYPES, aligned_empty, copy_cast, dtype_of, float16_overflow, open_reader
 from jaxllm.weights.source import ORBAX_FOLDER, ModelSource, orbax_checkpoints, resolve_model
 
@@ -125,10 +126,10 @@ def restore_params(
                     narrowed = item.dtype == "float16" and reader.dtypes[part.name] != "float16"
                     if narrowed and not jnp.isfinite(array).all():
                         raise float16_overflow(reader, part.name)
-                layout = (item.transpose, item.num_stripes, tuple((part.repeat, part.repeat_size) for part in item.parts))
+                layout = Layout.of(item)
                 key = (layout, shardings[item.path])
                 if key not in assemblers:
-                    assemblers[key] = jax.jit(functools.partial(_assemble, layout=layout), out_shardings=shardings[item.path])
+                    assemblers[key] = jax.jit(layout.assemble, out_shardings=shardings[item.path])
                 array = assemblers[key](parts)
                 assert array.shape == item.shape, f"{item.path}: the parts give {array.shape}, the parameter is {item.shape}"
                 yield item.path, array
@@ -245,20 +246,6 @@ def convert(
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
     return save_checkpoint(tensors(), out, hf_config=config, generation_config=source.generation_config, tokenizer=source)
-
-
-def _assemble(parts: tuple[jax.Array, ...], *, layout: tuple[bool, int, tuple[tuple[int, int], ...]]) -> jax.Array:
-    transpose, num_stripes, repeats = layout
-    arrays = []
-    for array, (repeat, size) in zip(parts, repeats, strict=True):
-        if repeat > 1:
-            shape = array.shape
-            array = jnp.repeat(array.reshape(-1, size, *shape[1:]), repeat, axis=0).reshape(-1, *shape[1:])
-        if transpose:
-            array = array.T
-        arrays.append(array.reshape(*array.shape[:-1], num_stripes, -1))
-    joined = jnp.concatenate(arrays, axis=-1)
-    return joined.reshape(*joined.shape[:-2], -1)
 
 
 def _num_shards(mesh: Mesh, axis: Any) -> int:

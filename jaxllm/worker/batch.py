@@ -26,6 +26,7 @@ class Batch:
         last_token_index: int32 [R], the token that is the one this row sampled last, known to the device only; T for none.
         table_index: int32 [U], flat places in the block tables.
         table_block: int32 [U], what to write there.
+        limits: int32 [R], most tokens that the row decodes in a bucket of several steps; [0] in all others.
     """
 
     num_rows: jax.Array
@@ -38,6 +39,7 @@ class Batch:
     last_token_index: jax.Array
     table_index: jax.Array
     table_block: jax.Array
+    limits: jax.Array
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class BatchLayout:
 
         A row of q tokens crosses at most q // B + 1 block borders.
         """
-        return self.num_groups * (self.bucket.num_tokens // self.block_size + self.bucket.num_rows)
+        return self.num_groups * (self.bucket.num_tokens * self.bucket.num_steps // self.block_size + self.bucket.num_rows)
 
     @cached_property
     def _places(self) -> dict[str, slice]:
@@ -77,6 +79,7 @@ class BatchLayout:
             "last_token_index": rows,
             "table_index": updates,
             "table_block": updates,
+            "limits": rows if self.bucket.num_steps > 1 else 0,
         }
         places, start = {}, 0
         for name, size in sizes.items():
@@ -86,17 +89,21 @@ class BatchLayout:
 
     @property
     def size(self) -> int:
-        return self._places["table_block"].stop
+        return self._places["limits"].stop
 
     def empty(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """A batch of nothing but padding: the vector, and a view of each field of it to write to."""
         vector = np.zeros(self.size, np.int32)
-        fields = {name: vector[place] for name, place in self._places.items()}
+        fields = self.fields(vector)
         fields["rows"][:] = self.max_num_rows
         fields["sampled_rows"][:] = self.max_num_rows
         fields["last_token_index"][:] = self.bucket.num_tokens
         fields["table_index"][:] = self.num_groups * self.max_num_rows * self.max_blocks
         return vector, fields
+
+    def fields(self, vector: np.ndarray) -> dict[str, np.ndarray]:
+        """A view of each field of a batch on the host."""
+        return {name: vector[place] for name, place in self._places.items()}
 
     def unpack(self, vector: jax.Array) -> Batch:
         """Inside jit."""
@@ -113,7 +120,7 @@ class BatchLayout:
         num_tokens, num_rows = self.bucket.num_tokens, self.bucket.num_rows
         token = jnp.arange(num_tokens, dtype=jnp.int32)
         if self.bucket.decode_only:
-            row, valid = token, token < batch.num_rows
+            row, valid = token, batch.rows < self.max_num_rows
         else:
             # Padding rows start where the last row ends, so the last start at or before a token is its row's.
             row = jnp.searchsorted(batch.query_start_loc[1:], token, side="right").astype(jnp.int32)

@@ -82,13 +82,16 @@ class InputBatch:
         """Write a step's batch.
 
         Args:
-            req_ids, counts: as `order` gave them.
+            req_ids, counts: as `order` gave them. In a bucket of several steps the counts are tokens to decode, one a step.
 
         Returns:
             The packed vector, and bool [rows]: which rows sample a token. The others are prefills that go on.
         """
         vector, fields = layout.empty()
         num_rows = len(req_ids)
+        if layout.bucket.num_steps > 1:
+            fields["limits"][:num_rows] = counts
+            counts = np.ones_like(counts)
         rows = np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, num_rows)
         computed = self.num_computed(scheduler_output, req_ids)
         ends = computed + counts

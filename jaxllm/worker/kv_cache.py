@@ -16,16 +16,20 @@ def kv_cache_shape(config: KVCacheConfig) -> tuple[int, int, int, int, int]:
     return (config.num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
 
 
-def abstract_kv_caches(config: KVCacheConfig, dtype: str, sharding: jax.sharding.Sharding) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The arrays of the cache without their memory, to compile with."""
+def abstract_kv_caches(
+    config: KVCacheConfig, dtype: str, sharding: jax.sharding.Sharding, num_arrays: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """`num_arrays` arrays of the cache without their memory, to compile with."""
     array = jax.ShapeDtypeStruct(kv_cache_shape(config), jnp.dtype(dtype), sharding=sharding)
-    return (array,) * config.num_arrays
+    return (array,) * num_arrays
 
 
-def allocate_kv_caches(config: KVCacheConfig, dtype: str, sharding: jax.sharding.Sharding) -> tuple[jax.Array, ...]:
+def allocate_kv_caches(
+    config: KVCacheConfig, dtype: str, sharding: jax.sharding.Sharding, num_arrays: int
+) -> tuple[jax.Array, ...]:
     """The arrays, all zero: a kernel multiplies what it masks by 0, so a block must never hold NaN from uninitialised memory."""
     make = _zeros_program(kv_cache_shape(config), dtype, sharding)
-    return tuple(make() for _ in range(config.num_arrays))
+    return tuple(make() for _ in range(num_arrays))
 
 
 @functools.lru_cache
@@ -39,13 +43,20 @@ def max_blocks_per_request(max_model_len: int, block_size: int) -> int:
     return -(-max_model_len // block_size)
 
 
-def num_blocks_in(budget_bytes: int, config: KVCacheConfig, num_devices: int, max_model_len: int) -> int:
+def num_blocks_in(
+    budget_bytes: int, config: KVCacheConfig, num_devices: int, max_model_len: int, num_arrays: int | None = None
+) -> int:
     """How many blocks fit in `budget_bytes` a device, the null block included.
+
+    Args:
+        num_devices: that share the heads.
+        num_arrays: that such a device holds a part of; None for all.
 
     Raises:
         ValueError: if they do not hold one request of `max_model_len` tokens.
     """
-    per_device = config.block_bytes // num_devices
+    num_arrays = config.num_arrays if num_arrays is None else num_arrays
+    per_device = config.block_bytes // config.num_arrays * num_arrays // num_devices
     num_blocks = max(budget_bytes, 0) // per_device
     check_num_blocks(
         num_blocks, config, max_model_len, f"{budget_bytes / 2**20:.0f} MiB are left for the KV cache, {num_blocks} blocks"

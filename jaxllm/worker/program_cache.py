@@ -4,6 +4,7 @@ jax's own persistent cache saves the compiler's work only; tracing thirty layers
 depends on goes into its name, the source code included, so a program that does not fit is simply not found.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -12,7 +13,8 @@ import platform
 import secrets
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,32 @@ from jax.experimental import serialize_executable
 
 logger = logging.getLogger(__name__)
 
+CompilerOptions = dict[str, str | bool]
+
 MAX_BYTES = 4 * 2**30
 # Where code lies that a step is traced from.
 _SOURCES = ("jaxllm/config.py", "jaxllm/layers", "jaxllm/models", "jaxllm/sample", "jaxllm/worker", "kernels_pallas", "sharding")
+
+
+def step_options(platform: str) -> CompilerOptions | None:
+    """XLA's options for a step, but for those that the user has set in XLA_FLAGS.
+
+    On a GPU loops go into the command buffer too, so that a step is one launch. Outside of it the host would wait at every loop
+    and conditional (the sampler's, for one) until the device has come there, and no step could be dispatched before the end of
+    the last. A kernel that is fused with the slices of its operands would be outside too.
+
+    Rematerialization is off: a KV cache that fills the memory is more than XLA lets arguments be (80 % of the device), so it
+    would compute over and over what it need not, and take minutes to find out that this does not help.
+    """
+    if platform != "gpu":
+        return None
+    options: CompilerOptions = {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
+        "xla_gpu_enable_dynamic_slice_fusion": False,
+        "xla_disable_hlo_passes": "rematerialization",
+    }
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in flags}
 
 
 @cache
@@ -51,22 +76,54 @@ def _host() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Let no other process do this meanwhile, where the file system can tell; a process that dies keeps nobody waiting."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:
+        yield  # nothing can be kept there either
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("%s cannot be locked: %s", path, error)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
 class ProgramCache:
     """
     Args:
         directory: where to keep programs; None keeps none.
         devices: what they are compiled for, in the order of the mesh.
         parts: whatever else all programs of an engine depend on, by what it is called; its `repr` must tell it all.
+        options: XLA's options for them.
         shipped: the directory was made by `python -m jaxllm.build`; nothing is ever compiled.
 
     Attributes:
-        facts: all that the programs depend on, `parts` included.
+        facts: all that the programs depend on, `parts` included; empty if none are kept.
     """
 
-    def __init__(self, directory: str | None, devices: list[jax.Device], parts: Mapping[str, Any], shipped: bool = False) -> None:
+    def __init__(
+        self,
+        directory: str | None,
+        devices: list[jax.Device],
+        parts: Mapping[str, Any],
+        options: CompilerOptions | None = None,
+        shipped: bool = False,
+    ) -> None:
         self._shipped = shipped
+        self.facts: dict[str, str] = {}
         self._directory = None if directory is None else Path(directory)
         self._devices = devices
+        self._options = options
+        if directory is None:
+            return
         client = devices[0].client
         facts = {
             "jax": jax.__version__,
@@ -76,6 +133,7 @@ class ProgramCache:
             "devices": [(device.platform, device.device_kind, device.id) for device in devices],
             "processor features": _host() if client.platform == "cpu" else "",
             "XLA flags": (os.environ.get("XLA_FLAGS"), jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64),
+            "compiler options": options,
             "version of jaxllm": source_digest(),
             **parts,
         }
@@ -96,15 +154,19 @@ class ProgramCache:
             ValueError: if it is not among those that were shipped.
         """
         if self._directory is None:
-            return lower("step").compile()
+            return lower("step").compile(compiler_options=self._options)
         digest = hashlib.sha256(f"{self._common}{key!r}".encode()).hexdigest()[:32]
         path = self._directory / f"{name.replace(' ', '-')}-{digest}.program"
         program = self._load(path)
         if program is None and self._shipped:
             raise ValueError(f"compiled_dir {str(self._directory)!r} holds no usable program for {name}: build it anew")
         if program is None:
-            program = lower(f"step_{secrets.token_hex(8)}").compile()
-            self._save(path, program)
+            # Of several engines that start at once one compiles, while the others go on to the next program or wait for it.
+            with _one_at_a_time(path.with_suffix(".lock")):
+                program = self._load(path)
+                if program is None:
+                    program = lower(f"step_{secrets.token_hex(8)}").compile(compiler_options=self._options)
+                    self._save(path, program)
         return program
 
     def _load(self, path: Path) -> jax.stages.Compiled | None:

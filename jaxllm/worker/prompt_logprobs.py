@@ -18,6 +18,7 @@ from jaxllm.sample.limits import MAX_LOGPROB_TOKEN_IDS
 from jaxllm.sample.logprobs import concatenate, prompt_logprobs, to_lists
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.worker.input_batch import InputBatch
+from jaxllm.worker.processes import replicate
 
 CHUNK = 64
 
@@ -58,7 +59,7 @@ class PromptLogprobs:
             num_best = model.decoder.vocab_size if model.max_logprobs == -1 else model.max_logprobs
             return prompt_logprobs(logits, targets, num_best, model.logprobs_mode, extra_ids)
 
-        self._compute = jax.jit(compute)
+        self._compute = jax.jit(compute, out_shardings=replicated)
 
     def add(self, request: NewRequestData) -> None:
         """A new request; one resumed with outputs has delivered its prompt's log probabilities before."""
@@ -134,7 +135,8 @@ class PromptLogprobs:
             chunk[:size] = hidden[start : start + size]
             chunk_targets = np.zeros(CHUNK, np.int32)
             chunk_targets[:size] = targets[start : start + size]
-            arrays = self._compute(weights, *jax.device_put((chunk, chunk_targets, extra_ids), self._replicated))
+            inputs = [replicate(array, self._replicated) for array in (chunk, chunk_targets, extra_ids)]
+            arrays = self._compute(weights, *inputs)
             count = params.num_prompt_logprobs
             assert count is not None
             parts.append(to_lists(jax.tree.map(np.asarray, arrays), slice(0, size), count, named))

@@ -2,20 +2,26 @@
 
     step(weights, kv_caches, state, batch) -> (kv_caches, state, output)
 
-`kv_caches` and `state` are donated and updated in place.
+`kv_caches` and `state` are donated and updated in place. A bucket of several steps decodes in a loop on the device: the tokens
+are the same, but the host is asked once for all of them. The stages of a pipeline:
+worker/pipeline_step.py.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from jaxllm.config import LogprobsMode
 from jaxllm.models.graph import ModelGraph
 from jaxllm.sample.sampler import SamplerOutput, sample
+from jaxllm.sample.sharded import sample_sharded
 from jaxllm.sample.state import gather, update
 from jaxllm.worker.batch import Batch, BatchLayout
 from jaxllm.worker.row_state import RowState
@@ -32,38 +38,60 @@ class StepOptions:
         rows_per_group: logits and sampling of a mixed bucket go through the rows in use in groups of this many, so that their
             cost follows the rows in use. None: all rows of the bucket at once, which suits devices where a few more rows cost
             nothing and a loop does.
+        sampling_mesh: devices that share the rows while sampling; None for one device.
     """
 
     max_logprobs: int
     logprobs_mode: LogprobsMode
     rows_per_group: int | None = None
+    sampling_mesh: Mesh | None = None
 
 
 class StepOutput(NamedTuple):
     """What a step gives back.
 
     Attributes:
-        sampled: of each row of the batch.
+        sampled: of each row of the batch. In a bucket of K steps every array has a leading axis [K], one entry a step.
         hidden: [T, M] of a mixed bucket, for prompt log probabilities; None of a decode bucket, which holds no prompt.
+        num_sampled: int32 [R], tokens that each row sampled, in a bucket of several steps; None in all others, where it is one.
     """
 
     sampled: SamplerOutput
     hidden: jax.Array | None
+    num_sampled: jax.Array | None = None
 
 
-def make_step(
-    graph: ModelGraph, layout: BatchLayout, options: StepOptions
-) -> Callable[[Weights, KVCaches, RowState, jax.Array], tuple[KVCaches, RowState, StepOutput]]:
-    """The step function of one bucket, to be jitted with `kv_caches` and `state` donated."""
-    bucket = layout.bucket
+StepFunction = Callable[..., tuple[KVCaches, RowState, StepOutput]]
 
-    def step(weights: Weights, kv_caches: KVCaches, state: RowState, vector: jax.Array):
+
+def make_step(graph: ModelGraph, layout: BatchLayout, options: StepOptions) -> StepFunction:
+    """The step function of one bucket, to be jitted with `kv_caches` and `state` donated.
+
+    That of a pipeline's last stage takes a fifth argument, [T, M], what the stage before gave.
+    """
+    compute = _make_compute(graph, layout, options)
+
+    def step(weights: Weights, kv_caches: KVCaches, state: RowState, vector: jax.Array, hidden: jax.Array | None = None):
         batch = layout.unpack(vector)
+        state = dataclasses.replace(state, block_tables=write_table(state.block_tables, batch))
+        if layout.bucket.num_steps == 1:
+            return compute(weights, kv_caches, state, batch, hidden)
+        return _repeat(layout, partial(compute, weights), kv_caches, state, batch)
+
+    return step
+
+
+def _make_compute(
+    graph: ModelGraph, layout: BatchLayout, options: StepOptions
+) -> Callable[..., tuple[KVCaches, RowState, StepOutput]]:
+    """From a batch whose blocks are in the tables, or what the stage before gave, to the sampled tokens."""
+    bucket = layout.bucket
+    run_sampler = sample if options.sampling_mesh is None else partial(sample_sharded, options.sampling_mesh)
+
+    def compute(weights: Weights, kv_caches: KVCaches, state: RowState, batch: Batch, hidden: jax.Array | None = None):
         model = graph.bind(weights)
-        block_tables = _write_table(state.block_tables, batch)
-        last_tokens = state.last_tokens[jnp.minimum(batch.rows, layout.max_num_rows - 1)]
-        token_ids = batch.token_ids.at[batch.last_token_index].set(last_tokens, mode="drop")
-        hidden, kv_caches = model(token_ids, kv_caches, layout.attention_metadata(batch, block_tables))
+        inputs = input_tokens(state.last_tokens, batch) if hidden is None else hidden
+        hidden, kv_caches = model(inputs, kv_caches, layout.attention_metadata(batch, state.block_tables))
 
         def sample_rows(start: jax.Array | int, size: int) -> SamplerOutput:
             """Sample for batch rows `start` to `start + size`."""
@@ -72,7 +100,7 @@ def make_step(
             stops = lax.dynamic_slice_in_dim(batch.query_start_loc, start + 1, size)
             logits = model.compute_logits(hidden[jnp.maximum(stops - 1, 0)])
             # The sampled token takes the position after the row's last token.
-            return sample(
+            return run_sampler(
                 logits,
                 gather(state.sampling, rows),
                 seq_lens,
@@ -85,17 +113,71 @@ def make_step(
         else:
             sampled = _sample_in_groups(sample_rows, batch.num_rows, bucket.num_rows, options.rows_per_group)
         metadata = gather(state.sampling, batch.sampled_rows)
-        new_state = RowState(
+        new_state = dataclasses.replace(
+            state,
             last_tokens=state.last_tokens.at[batch.sampled_rows].set(sampled.token_ids, mode="drop"),
-            block_tables=block_tables,
             sampling=update(state.sampling, metadata, batch.seq_lens, sampled.token_ids, metadata.in_use),
         )
         return kv_caches, new_state, StepOutput(sampled, None if bucket.decode_only else hidden)
 
-    return step
+    return compute
 
 
-def _write_table(block_tables: jax.Array, batch: Batch) -> jax.Array:
+def _repeat(
+    layout: BatchLayout,
+    compute: Callable[[KVCaches, RowState, Batch], tuple[KVCaches, RowState, StepOutput]],
+    kv_caches: KVCaches,
+    state: RowState,
+    batch: Batch,
+) -> tuple[KVCaches, RowState, StepOutput]:
+    """Decode until every row has sampled its limit of tokens or one that ends it. A row that is done is padding from then on."""
+    num_rows, nowhere = layout.bucket.num_rows, layout.max_num_rows
+    ends = state.end_ids[jnp.minimum(batch.rows, nowhere - 1)]
+
+    def one(i: jax.Array, active: jax.Array, kv_caches: KVCaches, state: RowState):
+        rows = jnp.where(active, batch.rows, nowhere)
+        # After the first step every input is what the step before it has sampled.
+        from_device = jnp.where(active, jnp.arange(num_rows, dtype=jnp.int32), num_rows)
+        now = dataclasses.replace(
+            batch,
+            rows=rows,
+            sampled_rows=rows,
+            seq_lens=jnp.where(active, batch.seq_lens + i, 0),
+            last_token_index=jnp.where(i == 0, batch.last_token_index, from_device),
+        )
+        return compute(kv_caches, state, now)
+
+    def unfinished(carry: Any) -> jax.Array:
+        return carry[1].any()
+
+    def body(carry: Any) -> Any:
+        i, active, num_sampled, kv_caches, state, results = carry
+        kv_caches, state, output = one(i, active, kv_caches, state)
+        results = jax.tree.map(lambda all_steps, new: all_steps.at[i].set(new), results, output.sampled)
+        num_sampled = num_sampled + active
+        ended = (output.sampled.token_ids[:, None] == ends).any(axis=1)
+        return i + 1, active & ~ended & (num_sampled < batch.limits), num_sampled, kv_caches, state, results
+
+    active = batch.limits > 0
+    shapes = jax.eval_shape(one, jnp.int32(0), active, kv_caches, state)[2].sampled
+    results = jax.tree.map(lambda leaf: jnp.zeros((layout.bucket.num_steps, *leaf.shape), leaf.dtype), shapes)
+    start = (jnp.int32(0), active, jnp.zeros(num_rows, jnp.int32), kv_caches, state, results)
+    _, _, num_sampled, kv_caches, state, results = lax.while_loop(unfinished, body, start)
+    return kv_caches, state, StepOutput(results, None, num_sampled)
+
+
+def input_tokens(last_tokens: jax.Array, batch: Batch) -> jax.Array:
+    """int32 [T]: those of the batch, and where only the devices know them, those that the rows sampled last.
+
+    Args:
+        last_tokens: int32 [S], of every request row.
+    """
+    last = last_tokens[jnp.minimum(batch.rows, last_tokens.shape[0] - 1)]
+    return batch.token_ids.at[batch.last_token_index].set(last, mode="drop")
+
+
+def write_table(block_tables: jax.Array, batch: Batch) -> jax.Array:
+    """int32 [G, S, P] with the blocks that the batch's requests got."""
     flat = block_tables.reshape(-1).at[batch.table_index].set(batch.table_block, mode="drop")
     return flat.reshape(block_tables.shape)
 

@@ -4,30 +4,39 @@ The order matters: init_device → load_model → determine_available_memory →
 """
 
 import dataclasses
+import itertools
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import psutil
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, make_kv_cache_groups
 from jaxllm.core.output import SchedulerOutput
-from jaxllm.models.graph import build_model_graph
+from jaxllm.cuda import plugin_would_fail
+from jaxllm.models.decoder_params import Shares
 from jaxllm.models.registry import model_class
+from jaxllm.trace import Trace
 from jaxllm.weights.dummy import dummy_params
 from jaxllm.weights.load import load_params
 from jaxllm.weights.source import resolve_model
 from jaxllm.worker.buckets import Buckets
 from jaxllm.worker.compile_cache import CompileCounter, enable_persistent_cache
+from jaxllm.worker.device_trace import DeviceTrace
 from jaxllm.worker.kv_cache import check_num_blocks, num_blocks_in, total_bytes
 from jaxllm.worker.manifest import built_num_blocks, check_manifest
 from jaxllm.worker.model_runner import ModelRunner, StepInFlight
+from jaxllm.worker.pipeline_runner import PipelineRunner
+from jaxllm.worker.place import WorkerPlace
+from jaxllm.worker.processes import Pieces, from_host, join_processes, to_host
 from jaxllm.worker.row_state import state_bytes
+from jaxllm.worker.stages import make_stages
 from jaxllm.worker.step import Weights
+from kernels_pallas.paged_attention import Call, select_implementation
 from sharding.mesh import make_mesh
 from sharding.rules import sharding_of
 
@@ -37,17 +46,25 @@ logger = logging.getLogger(__name__)
 CPU_KV_CACHE_BYTES = 2**30
 # On a CPU a row of logits costs as much as a token of a small model, so mixed steps pay for the rows in use only.
 CPU_ROWS_PER_GROUP = 32
+# A CPU with few cores compiles slowly, and gets along with fewer sizes of mixed steps.
+CPU_MIXED_PARTS = 2
 
 
 class Worker:
-    """Drives the local devices. What the executor calls, and nothing above it knows jax."""
+    """Drives the local devices. What the executor calls, and nothing above it knows jax.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        place: which of several workers it is; None for the only one, which drives every device that the configuration asks for.
+    """
+
+    def __init__(self, config: EngineConfig, place: WorkerPlace | None = None) -> None:
         self.config = config
+        self.place = place
         self.weights: Weights = ()
-        self._host_weights: list[np.ndarray] = []  # of a worker asleep at level 1
+        self._host_weights: list[Pieces] = []  # of a worker asleep at level 1
         self.runner: ModelRunner | None = None
         self.compile_counter: CompileCounter | None = None
+        self._trace: DeviceTrace | None = None
 
     def init_device(self) -> None:
         """Start jax, choose the devices and lay the mesh over them.
@@ -55,13 +72,17 @@ class Worker:
         Raises:
             ValueError: if there are fewer devices than the configuration asks for.
         """
+        if plugin_would_fail():
+            jax.config.update("jax_platforms", "cpu")
         enable_persistent_cache(self.config.compiled_dir or self.config.compilation_cache_dir)
-        size = self.config.parallel.tensor_parallel_size
-        devices = jax.local_devices()
+        stages, tensor = self.config.parallel.pipeline_parallel_size, self.config.parallel.tensor_parallel_size
+        size = self.config.parallel.num_devices
+        devices = jax.local_devices() if self.place is None else join_processes(self.place)
         if len(devices) < size:
-            raise ValueError(f"tensor_parallel_size {size} needs {size} devices, found {len(devices)}: {devices}")
+            what = f"tensor_parallel_size {tensor}" + (f" with pipeline_parallel_size {stages}" if stages > 1 else "")
+            raise ValueError(f"{what} needs {size} devices, found {len(devices)}: {devices}")
         self.devices = devices[:size]
-        self.mesh = make_mesh(self.devices, tensor=size)
+        self.mesh = make_mesh(self.devices, pipeline=stages, tensor=tensor)
         self.compile_counter = CompileCounter()
 
     def load_model(self) -> None:
@@ -73,44 +94,69 @@ class Worker:
         """Build the model abstractly: steps can be compiled, but not run."""
         model, parallel = self.config.model, self.config.parallel
         stripes = parallel.tensor_parallel_size
+        padding = model_class(model.decoder.architecture).padding(model.decoder, stripes)
+        if padding:
+            logger.info("%d devices share the model evenly: filled up with zeros are %s", stripes, padding)
         specs = model_class(model.decoder.architecture).kv_cache_specs(
             model.decoder, self.config.cache.block_size, model.dtype, stripes
         )
         self.kv_cache_config = KVCacheConfig(num_blocks=2, groups=make_kv_cache_groups(specs))
-        self.graph = build_model_graph(
-            model.decoder,
-            model.dtype,
-            kv_groups=self.kv_cache_config.array_of_layer(),
-            num_stripes=stripes,
-            mesh=self.mesh if stripes > 1 else None,
-            attention_backend=self.config.attention_backend,
-        )
-        self.shardings = {spec.path: sharding_of(self.mesh, spec.axes) for spec in self.graph.specs}
-        self.weights = tuple(
-            jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=self.shardings[spec.path])
-            for spec in self.graph.specs
-        )
+        backend = self._attention_backend()
+        self.config = dataclasses.replace(self.config, attention_backend=backend)
+        if backend != "reference" and self.devices[0].platform == "cpu":
+            # Interpreted kernels call back into this process: such a program means nothing to another.
+            if self.config.compiled_dir is not None:
+                raise ValueError(
+                    f"compiled_dir is {self.config.compiled_dir!r}, but attention_backend {backend!r} is interpreted on a CPU: "
+                    "such programs cannot be shipped"
+                )
+            self.config = dataclasses.replace(self.config, compilation_cache_dir=None)
+        self.stages = make_stages(model, self.kv_cache_config, self.mesh, self.config.attention_backend)
+        self.graph = self.stages[-1].graph  # of all layers, unless there is a pipeline
+        self.specs = [spec for stage in self.stages for spec in stage.graph.specs]
+        self.shardings = {spec.path: sharding_of(stage.mesh, spec.axes) for stage in self.stages for spec in stage.graph.specs}
+        self.weights = self._abstract_weights()
 
     def load_weights(self) -> None:
         """Put the weights on the devices; may run beside `determine_available_memory` and `compile_first`."""
         self.weights = self._load_weights()
         if self.runner is not None:
-            self.runner.weights = self.weights
+            self.runner.set_weights(self.weights)
+
+    def _attention_backend(self) -> str:
+        """The implementation that every layer is to use, tried out on the device."""
+        decoder, size = self.config.model.decoder, self.config.parallel.tensor_parallel_size
+        shares = Shares.of(decoder, size)
+        heads = (shares.num_heads // size, shares.num_kv_heads // size, decoder.head_dim)
+        call = Call(*heads, self.config.cache.block_size, self.config.model.dtype)
+        windows = [window for window in decoder.sliding_windows if window is not None]
+        window = min(windows) if windows else None
+        return select_implementation(self.config.attention_backend, call, sliding_window=window)
+
+    def _abstract_weights(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Their shapes and places, in the order of the specs."""
+        return tuple(
+            jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=self.shardings[spec.path]) for spec in self.specs
+        )
 
     def _load_weights(self) -> tuple[jax.Array, ...]:
         """In the order of the specs."""
         params = self._load_params(self.shardings)
-        return tuple(params[spec.path] for spec in self.graph.specs)
+        return tuple(params[spec.path] for spec in self.specs)
+
+    @property
+    def _shows_progress(self) -> bool:
+        return self.config.use_tqdm_on_load and (self.place is None or self.place.rank == 0)
 
     def _load_params(self, shardings: dict[str, jax.sharding.NamedSharding]) -> dict[str, jax.Array]:
         model = self.config.model
         if model.load_format == "dummy":
-            return dummy_params(self.graph.specs, seed=model.seed, shardings=shardings)
+            return dummy_params(self.specs, seed=model.seed, shardings=shardings)
         source = resolve_model(model.path)
         if model.load_format not in ("auto", source.kind):
             raise ValueError(f"load_format is {model.load_format!r}, but {source.path} holds {source.kind}")
         ignore = model_class(model.decoder.architecture).ignored_tensors(model.decoder)
-        return load_params(source, self.graph.specs, shardings=shardings, ignore=ignore, progress=self.config.use_tqdm_on_load)
+        return load_params(source, self.specs, shardings=shardings, ignore=ignore, progress=self._shows_progress)
 
     def determine_available_memory(self) -> KVCacheConfig:
         """Decide how many blocks there are, from what weights, rows and the largest compiled step leave.
@@ -123,28 +169,11 @@ class Worker:
             ValueError: if the blocks that fit do not hold one request of max_model_len tokens, or shipped programs do not fit.
         """
         model, cache = self.config.model, self.config.cache
-        platform = self.devices[0].platform
-        least_tokens = 2 if platform == "cpu" and model.dtype != "float32" else 1
-        scheduler = self.config.scheduler
-        buckets = Buckets(
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-            least_tokens,
-            self.config.cudagraph_capture_sizes,
-            self.config.compile_sizes,
-        )
-
-        def runner_with(num_blocks: int) -> ModelRunner:
-            config = dataclasses.replace(self.kv_cache_config, num_blocks=num_blocks)
-            rows_per_group = CPU_ROWS_PER_GROUP if platform == "cpu" else None
-            return ModelRunner(
-                self.config, self.mesh, self.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
-            )
-
+        scheduler, platform, runner_with = self.config.scheduler, self.devices[0].platform, self._make_runner
         if self.config.compiled_dir is not None:
             built = built_num_blocks(self.config.compiled_dir)
             self.runner = runner_with(built if cache.num_gpu_blocks_override is None else cache.num_gpu_blocks_override)
-            check_manifest(Path(self.config.compiled_dir), self.built_for())
+            check_manifest(Path(self.config.compiled_dir), self.runner.facts())
         elif cache.num_gpu_blocks_override is not None:
             num_blocks = cache.num_gpu_blocks_override
             check_num_blocks(num_blocks, self.kv_cache_config, model.max_model_len, f"num_gpu_blocks_override is {num_blocks}")
@@ -152,8 +181,8 @@ class Worker:
         elif cache.kv_cache_memory_bytes is not None:
             self.runner = runner_with(self._num_blocks(cache.kv_cache_memory_bytes))
         else:
-            budget = self._memory_budget() - total_bytes(self.weights) - state_bytes(runner_with(2).abstract_state())
-            logits = 4 * model.decoder.vocab_size * scheduler.max_num_seqs // len(self.devices)
+            budget = self._memory_budget() - self._weight_bytes() - state_bytes(runner_with(2).abstract_state())
+            logits = 4 * model.decoder.vocab_size * scheduler.max_num_seqs // self.mesh.shape["tensor"]
             cap = CPU_KV_CACHE_BYTES if platform == "cpu" else budget
             self.runner = runner_with(self._num_blocks(min(budget - logits, cap)))
             fits = self._num_blocks(budget - self._largest_step_bytes())
@@ -163,22 +192,48 @@ class Worker:
         self._log_memory()
         return self.kv_cache_config
 
-    def init_kv_cache(self) -> None:
-        """Allocate the device blocks and the request rows."""
-        self.runner.weights = self.weights
+    def _make_runner(self, num_blocks: int) -> ModelRunner:
+        platform, scheduler = self.devices[0].platform, self.config.scheduler
+        buckets = Buckets(
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            2 if platform == "cpu" and self.config.model.dtype != "float32" else 1,
+            self.config.cudagraph_capture_sizes,
+            self.config.compile_sizes,
+            scheduler.num_decode_steps,
+            CPU_MIXED_PARTS if platform == "cpu" else 4,
+        )
+        config = dataclasses.replace(self.kv_cache_config, num_blocks=num_blocks)
+        rows_per_group = CPU_ROWS_PER_GROUP if platform == "cpu" else None
+        if len(self.stages) > 1:
+            return PipelineRunner(self.config, self.stages, self.weights, config, buckets, rows_per_group, self.compile_counter)
+        return ModelRunner(
+            self.config, self.mesh, self.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
+        )
+
+    def init_kv_cache(self, num_blocks: int | None = None) -> None:
+        """Allocate the device blocks and the request rows.
+
+        Args:
+            num_blocks: how many, if another worker has less memory than this one.
+        """
+        if num_blocks is not None and num_blocks != self.kv_cache_config.num_blocks:
+            self.runner = self._make_runner(num_blocks)
+            self.kv_cache_config = self.runner.kv_cache_config
+        self.runner.set_weights(self.weights)
         self.runner.allocate()
 
     @property
     def compiles_in_background(self) -> bool:
         """Whether steps run while buckets are still being compiled. Processes that run the same step must choose the same bucket,
-        so it takes a single one."""
-        return self.config.background_compilation and jax.process_count() == 1
+        so it takes a single one; and the programs of a pipeline's stages belong together."""
+        return self.config.background_compilation and jax.process_count() == 1 and len(self.stages) == 1
 
     def compile_first(self) -> None:
         """Compile what must be there before the first step: every bucket, or the largest of each kind if the others are compiled
         in the background. Needs no weights."""
         buckets = self.runner.buckets.largest if self.compiles_in_background else None
-        self.runner.compile_all(self.config.use_tqdm_on_load, buckets)
+        self.runner.compile_all(self._shows_progress, buckets)
 
     def compile_and_warm_up(self) -> None:
         """Compile what is not compiled yet, and make the first run of everything, which is dear on a GPU."""
@@ -186,6 +241,8 @@ class Worker:
         self.runner.warm_up()
         # From here on a compilation is a fault, but for those in the background.
         self.compile_counter.count = 0
+        if self.config.profile_dir is not None:
+            self._trace = DeviceTrace(Trace(self.config.profile_dir, "worker"))
         if self.compiles_in_background:
             self.runner.compile_rest_in_background(1 if self.devices[0].platform == "cpu" else 4)
 
@@ -194,13 +251,24 @@ class Worker:
         self.runner.finish_compilation()
 
     def built_for(self) -> dict[str, str]:
-        """All that the compiled programs depend on, by name."""
-        buckets = [str(bucket) for bucket in self.runner.buckets]
-        return {**self.runner.program_cache.facts, "buckets": repr(buckets)}
+        """All that the compiled programs depend on, by name.
+
+        Raises:
+            ValueError: if none are kept.
+        """
+        if self.config.compilation_cache_dir is None:
+            raise ValueError(f"no programs can be kept with attention_backend {self.config.attention_backend!r} on this machine")
+        return self.runner.facts()
 
     def start_model(self, scheduler_output: SchedulerOutput) -> StepInFlight:
         """Dispatch one step; its `result` waits for it."""
-        return self.runner.start(scheduler_output)
+        if self._trace is None:
+            return self.runner.start(scheduler_output)
+        start = time.monotonic()
+        step = self.runner.start(scheduler_output)
+        result = None if step.output is None else step.output.sampled.token_ids
+        self._trace.add(start, time.monotonic(), result, str(step.bucket))
+        return step
 
     def num_compiles_after_warm_up(self) -> int:
         """Programs compiled since the engine was ready; 0 unless something is wrong."""
@@ -218,9 +286,10 @@ class Worker:
             self._host_weights = []
         for weight in self.weights:
             if level == 1:
-                self._host_weights.append(np.array(weight))  # a copy: on a CPU, np.asarray would keep the device's memory
+                self._host_weights.append(to_host(weight))
             weight.delete()
-        self.weights = self.runner.weights = ()
+        self.weights = ()
+        self.runner.set_weights(())
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Undo `sleep`.
@@ -232,10 +301,11 @@ class Worker:
         if "weights" in tags and not self.weights:
             if self._host_weights:
                 host_weights, self._host_weights = self._host_weights, []
-                self.weights = tuple(map(jax.device_put, host_weights, self.shardings.values()))
+                places = [(spec.shape, self.shardings[spec.path]) for spec in self.specs]
+                self.weights = tuple(from_host(pieces, *place) for pieces, place in zip(host_weights, places, strict=True))
             else:
                 self.weights = self._load_weights()
-            self.runner.weights = self.weights
+            self.runner.set_weights(self.weights)
         if "kv_cache" in tags and not self.runner.kv_caches:
             self.runner.allocate()
         jax.block_until_ready((self.weights, self.runner.kv_caches))
@@ -244,15 +314,19 @@ class Worker:
 
     def device_bytes(self) -> int:
         """Bytes that weights, KV cache and request rows take, over all devices."""
-        arrays = jax.tree.leaves((self.weights, self.runner.kv_caches, self.runner.state))
+        arrays = [*self.weights, *self.runner.device_arrays()]
         return sum(shard.data.nbytes for array in arrays if not array.is_deleted() for shard in array.addressable_shards)
 
     def check_health(self) -> None:
         """Raise if the devices do not answer."""
-        jax.block_until_ready(jax.device_put(0, self.devices[0]))
+        for device in jax.local_devices():
+            if device in self.devices:
+                jax.block_until_ready(jax.device_put(0, device))
 
     def shutdown(self) -> None:
         """Give the devices' memory back, however far the start has come."""
+        if self._trace is not None:
+            self._trace.close()
         if self.compile_counter is not None:
             self.compile_counter.close()
         if self.runner is not None:
@@ -262,24 +336,30 @@ class Worker:
     def _memory_budget(self) -> int:
         """Bytes of a device that weights, temporaries and KV cache may take together."""
         share = self.config.cache.gpu_memory_utilization
-        stats = self.devices[0].memory_stats()
+        stats = jax.local_devices()[0].memory_stats()
         if stats is not None and "bytes_limit" in stats:
             return int(share * stats["bytes_limit"])
         return int(share * psutil.virtual_memory().total / len(self.devices))
 
     def _num_blocks(self, budget: int) -> int:
-        return num_blocks_in(budget, self.kv_cache_config, len(self.devices), self.config.model.max_model_len)
+        # Every stage has the same number of blocks, so the one with the most layers decides.
+        num_arrays = max(stage.num_arrays for stage in self.stages)
+        max_model_len = self.config.model.max_model_len
+        return num_blocks_in(budget, self.kv_cache_config, self.mesh.shape["tensor"], max_model_len, num_arrays)
 
     def _largest_step_bytes(self) -> int:
-        """Temporaries and results of the largest program, as the compiler counts them."""
-        analysis = self.runner.compile(next(iter(self.runner.buckets))).memory_analysis()
-        return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        return self.runner.step_bytes(next(iter(self.runner.buckets)))
+
+    def _weight_bytes(self) -> int:
+        """Bytes of weights on a device of the stage that has the most."""
+        weights = iter(self.weights)
+        return max(total_bytes(list(itertools.islice(weights, len(stage.graph.specs)))) for stage in self.stages)
 
     def _log_memory(self) -> None:
         config = self.kv_cache_config
         logger.info(
             "weights %.0f MiB, KV cache %.0f MiB a device: %d blocks, %d tokens",
-            total_bytes(self.weights) / 2**20,
+            self._weight_bytes() / 2**20,
             config.num_blocks * config.block_bytes / len(self.devices) / 2**20,
             config.num_blocks - 1,
             (config.num_blocks - 1) * self.config.cache.block_size // len(config.groups),

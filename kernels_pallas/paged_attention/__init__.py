@@ -5,11 +5,65 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.dispatch import choose
-from kernels_pallas.paged_attention.reference import paged_attention_reference
+from kernels_pallas.dispatch import target_platform
+from kernels_pallas.paged_attention.config import MosaicConfig, mosaic_config
+from kernels_pallas.paged_attention.implementations import IMPLEMENTATIONS, Call, choose_implementation, select_implementation
+from kernels_pallas.paged_attention.plan import AttentionPlan, make_plan
+from kernels_pallas.paged_attention.reference import Options, paged_attention_reference
 
-# Best first; an empty tuple of platforms means all.
-IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"reference": ()}
+__all__ = [
+    "IMPLEMENTATIONS",
+    "AttentionPlan",
+    "Call",
+    "paged_attention",
+    "plan_attention",
+    "select_implementation",
+]
+
+
+def plan_attention(
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    num_decodes: jax.Array,
+    *,
+    num_tokens: int,
+    max_context: int,
+    call: Call,
+    sliding_window: int | None,
+    decode_only: bool,
+    implementation: str = "auto",
+) -> AttentionPlan | None:
+    """What calls of `paged_attention` on the same batch share, so that it is computed once for all layers with the same window.
+
+    Args:
+        seq_lens, query_start_loc, num_decodes, sliding_window, decode_only, implementation: as in `paged_attention`.
+        num_tokens: T.
+        max_context: tokens that a row can have, P * B.
+        call: the static shapes.
+
+    Returns:
+        The plan; None for an implementation that needs none.
+    """
+    if choose_implementation(implementation, call) != "mosaic":
+        return None
+    config = _mosaic_config(call)
+    return make_plan(
+        seq_lens,
+        query_start_loc,
+        num_decodes,
+        num_tokens=num_tokens,
+        max_context=max_context,
+        sliding_window=sliding_window,
+        decode_only=decode_only,
+        tile=config.tile,
+        slots=config.decode_slots,
+        min_tiles=config.min_tiles,
+        queries_per_block=config.prefill_consumers * config.queries_per_warpgroup,
+    )
+
+
+def _mosaic_config(call: Call) -> MosaicConfig:
+    return mosaic_config(call.num_heads // call.num_kv_heads, call.num_kv_heads, call.head_dim, target_platform())
 
 
 def paged_attention(
@@ -25,6 +79,8 @@ def paged_attention(
     logit_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     decode_only: bool,
+    max_decode_queries: int = 1,
+    plan: AttentionPlan | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """Causal attention of each row's queries over the row's keys and values, softmax and sums in float32.
@@ -41,13 +97,15 @@ def paged_attention(
         block_tables: int32 [R, P]; entry p holds tokens p * B to (p + 1) * B - 1 of the row.
         seq_lens: int32 [R], 0 for a padding row.
         query_start_loc: int32 [R + 1], not decreasing, starts at 0. A padding row has no tokens.
-        num_decodes: int32 []; rows 0 to num_decodes - 1 have one query each, the others any number.
+        num_decodes: int32 []; rows 0 to num_decodes - 1 have 1 to `max_decode_queries` queries each, the others any number.
         scale: what the dot products are multiplied by, before cap and mask.
         sliding_window: the last tokens that a query can see, itself included; None for all.
         logit_soft_cap: c in c * tanh(s / c), applied to the scaled products; None for no cap.
         sinks: float32 [H], a logit a head that takes part in the softmax and has no value.
-        decode_only: T == R and row r's only query is token r, for every row that is no padding; static.
-        implementation: "auto" or "reference".
+        decode_only: every row is a decode or padding; with `max_decode_queries` 1, T == R and row r's query is token r. Static.
+        max_decode_queries: static; more than 1 where tokens are speculated.
+        plan: of `plan_attention` for this batch and window; None: it is computed here if it is needed.
+        implementation: "auto" or one of `IMPLEMENTATIONS`. "mosaic" on a CPU runs in an interpreter, which takes seconds.
 
     Returns:
         [T, H, D], dtype of q; zeros for tokens of no row.
@@ -62,21 +120,50 @@ def paged_attention(
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window!r}")
     if logit_soft_cap is not None and not (math.isfinite(logit_soft_cap) and logit_soft_cap > 0):
         raise ValueError(f"logit_soft_cap must be positive, got {logit_soft_cap!r}")
-    if decode_only and q.shape[0] != block_tables.shape[0]:
+    if max_decode_queries < 1:
+        raise ValueError(f"max_decode_queries must be at least 1, got {max_decode_queries!r}")
+    if decode_only and max_decode_queries == 1 and q.shape[0] != block_tables.shape[0]:
         raise ValueError(f"decode_only needs as many tokens as rows, got {q.shape[0]} tokens and {block_tables.shape[0]} rows")
-    run = {"reference": paged_attention_reference}[choose("paged_attention", implementation, IMPLEMENTATIONS)]
-    return run(
-        q,
-        kv_cache,
-        block_tables,
-        seq_lens,
-        query_start_loc,
+    call = Call(q.shape[1], kv_cache.shape[2], q.shape[2], kv_cache.shape[3], q.dtype.name, max_decode_queries)
+    chosen = choose_implementation(implementation, call)
+    options = Options(scale, sliding_window, logit_soft_cap)
+    arrays = (q, kv_cache, block_tables, seq_lens, query_start_loc)
+    if chosen == "reference":
+        # The reference takes decodes of one query only; more are rows like others to it.
+        single = max_decode_queries == 1
+        return paged_attention_reference(
+            *arrays,
+            num_decodes if single else jnp.zeros_like(num_decodes),
+            **options._asdict(),
+            sinks=sinks,
+            decode_only=decode_only and single,
+        )
+    # Imported here: Pallas takes a while, and the reference does without.
+    from kernels_pallas.compat import interpreter
+    from kernels_pallas.paged_attention.mosaic import paged_attention_mosaic
+
+    if plan is None:
+        plan = plan_attention(
+            seq_lens,
+            query_start_loc,
+            num_decodes,
+            num_tokens=q.shape[0],
+            max_context=block_tables.shape[1] * kv_cache.shape[3],
+            call=call,
+            sliding_window=sliding_window,
+            decode_only=decode_only,
+            implementation=chosen,
+        )
+    return paged_attention_mosaic(
+        *arrays,
         num_decodes,
-        scale=scale,
-        sliding_window=sliding_window,
-        logit_soft_cap=logit_soft_cap,
+        plan=plan,
+        config=_mosaic_config(call),
+        options=options,
         sinks=sinks,
         decode_only=decode_only,
+        max_decode_queries=max_decode_queries,
+        interpret=interpreter() if target_platform() == "cpu" else None,
     )
 
 

@@ -52,6 +52,9 @@ def test_throughput(engine: list[str], tmp_path: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert f"Throughput: {result['requests_per_second']:.2f} requests/s" in out
     assert "Total num output tokens: 40" in out
+    # Alone in its step, each of the 10 samples decodes in the bucket of one row; prompts fill theirs to the limit of 2 tokens.
+    assert result["padding_share"] == 0.0
+    assert "Padding: 0.0% of the tokens that the device computed" in out
 
 
 def test_throughput_of_a_request_that_does_not_fit(engine: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 import pytest
 
-from jaxllm.bench.server_metrics import difference, parse_counters, prefix_cache_result, spec_decode_result
+from jaxllm.bench.report import serving_table
+from jaxllm.bench.server_metrics import difference, engine_result, parse_counters, prefix_cache_result, spec_decode_result
 
 BEFORE = """\
 # HELP vllm:spec_decode_num_drafts_total Drafts.
@@ -51,3 +52,25 @@ def test_servers_that_do_not_say() -> None:
     assert difference(None, AFTER) == difference(BEFORE, None) == {}
     assert spec_decode_result(difference(BEFORE, BEFORE)) == {}
     assert prefix_cache_result({}) == {}
+
+
+def test_how_engines_shared_the_run() -> None:
+    def page(*tokens: int) -> str:
+        lines = [f'jaxllm:prompt_tokens_total{{model_name="m",engine="{i}"}} {count}.0' for i, count in enumerate(tokens)]
+        return "\n".join([*lines, 'jaxllm:generation_tokens_total{engine="1",model_name="m"} 5', "process_cpu_seconds_total 3"])
+
+    assert engine_result(page(10, 20), page(110, 100)) == {"engine_tokens": [100, 80], "engine_imbalance": 20.0}
+    # One that came meanwhile, none that was ever counted, nothing to share, one engine.
+    assert engine_result(page(10, 20), page(20, 20, 5))["engine_tokens"] == [10, 0, 5]
+    assert engine_result(None, page(1, 2)) == engine_result(page(1, 2), None) == engine_result(page(1, 2), page(1, 2)) == {}
+    assert engine_result('vllm:prompt_tokens_total{engine="0"} 1', 'vllm:prompt_tokens_total{engine="0"} 3') == {}
+
+
+def test_engines_have_rows_of_their_own() -> None:
+    table = serving_table({"completed": 3, "engine_tokens": [100, 80], "engine_imbalance": 20.0}, [99])
+    assert [" ".join(line.split()) for line in table.splitlines()[2:-1]] == [
+        "---------------------Engines----------------------",
+        "Tokens of engine 0: 100",
+        "Tokens of engine 1: 80",
+        "Less than the busiest (%): 20.00",
+    ]

@@ -44,10 +44,13 @@ def run(llm: LLM, which=range(NUM_REQUESTS)) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+@pytest.fixture(
+    scope="module", params=[(True, 1), (False, 1), (True, 4), (False, 4)], ids=["async", "sync", "async-x4", "sync-x4"]
+)
 def make(request, make_tiny):
-    """Make engines, with asynchronous scheduling and without."""
-    return partial(make_tiny, async_scheduling=request.param)
+    """Make engines, with asynchronous scheduling and without, of one token a dispatch and of several."""
+    is_async, num_steps = request.param
+    return partial(make_tiny, async_scheduling=is_async, num_decode_steps=num_steps)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +125,7 @@ def test_garbage_in_padding_and_free_blocks(make, alone):
     runner.state = type(runner.state)(
         last_tokens=jnp.full_like(runner.state.last_tokens, 313),
         block_tables=jnp.full_like(runner.state.block_tables, 7),
+        end_ids=jnp.full_like(runner.state.end_ids, 9),
         sampling=filled,
     )
     original = runner._run

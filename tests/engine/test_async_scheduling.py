@@ -1,5 +1,7 @@
 """Asynchronous scheduling changes when things happen, never what comes out."""
 
+import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +63,7 @@ def answers(asked: Sequence[Asked], **config: Any) -> list[Answer]:
                     answer.num_prompt_logprobs = len(output.new_prompt_logprobs.ranks)
                 if output.finished:
                     answer.end = (output.finish_reason, output.stop_reason)
-                elif asked[int(output.request_id)].abort_after == len(answer.token_ids):
+                elif len(answer.token_ids) >= (asked[int(output.request_id)].abort_after or sys.maxsize):
                     answer.end = ("aborted", None)
                     core.abort_requests([output.request_id])
         core.scheduler.check_integrity()
@@ -92,15 +94,18 @@ def requests(draw: st.DrawFn) -> Asked:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     asked=st.lists(requests(), min_size=1, max_size=10),
     num_blocks=st.sampled_from([17, 20, 129]),
     policy=st.sampled_from(["fcfs", "priority"]),
     prefix_caching=st.booleans(),
     budget=st.sampled_from([8, 16]),
+    num_steps=st.integers(2, 5),
+    num_stages=st.integers(2, 4),
+    asynchronous=st.booleans(),
 )
-def test_same_as_synchronous(asked, num_blocks, policy, prefix_caching, budget):
+def test_same_as_synchronous(asked, num_blocks, policy, prefix_caching, budget, num_steps, num_stages, asynchronous):
     config = {
         "num_blocks": num_blocks,
         "policy": policy,
@@ -108,7 +113,19 @@ def test_same_as_synchronous(asked, num_blocks, policy, prefix_caching, budget):
         "max_num_batched_tokens": budget,
         "max_num_seqs": 6,
     }
-    assert answers(asked, **config, async_scheduling=True) == answers(asked, **config, async_scheduling=False)
+    expected = answers(asked, **config, async_scheduling=False)
+    assert answers(asked, **config, async_scheduling=True) == expected
+    # As many steps in flight as a pipeline has stages, or one more.
+    assert answers(asked, **config, async_scheduling=asynchronous, num_stages=num_stages) == expected
+    # With several decodes a step an abort comes at another token: its request then has some of its tokens, all others theirs.
+    unaborted = [dataclasses.replace(one, abort_after=None) for one in asked]
+    whole = answers(unaborted, **config, async_scheduling=False)
+    for is_async in (False, True):
+        several = {**config, "num_decode_steps": num_steps, "async_scheduling": is_async}
+        assert answers(unaborted, **several) == whole
+        for got, one in zip(answers(asked, **several), whole, strict=True):
+            assert got.token_ids == one.token_ids[: len(got.token_ids)]
+            assert got.end in (one.end, ("aborted", None))
 
 
 def test_the_next_step_starts_before_the_last_is_read():

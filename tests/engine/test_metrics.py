@@ -113,11 +113,12 @@ def test_no_statistics() -> None:
 def test_where_the_time_of_steps_went() -> None:
     metrics = EngineMetrics(64)
     for num_compiles in (0, 1):
-        step = StepStats(0.5, 1.0, 2.0, 0.25, 7, num_compiles)
+        step = StepStats(0.5, 1.0, 2.0, 0.25, 7, num_compiles, 9)
         metrics.record(SchedulerStats(step=step), IterationStats(0.0))
     metrics.record(SchedulerStats(), IterationStats(0.0))
     stages = {stage: counter.value for stage, counter in metrics.step_time.items()}
     assert stages == {"schedule": 1.0, "dispatch": 2.0, "wait": 4.0, "update": 0.5}
+    assert metrics.computed_tokens.value == 18
     assert (metrics.padding_tokens.value, metrics.compiles_after_warm_up.value) == (14, 1)
 
 
@@ -125,7 +126,7 @@ def test_a_step_tells_what_it_cost() -> None:
     class CountingExecutor(ToyExecutor):
         def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
             output = super().execute_model(scheduler_output)
-            output.stats = WorkerStepStats(1.0, 2.0, 3, 4)
+            output.stats = WorkerStepStats(1.0, 2.0, 3, 4, 5)
             return output
 
     engine = LLMEngine(make_config(), None, CountingExecutor)
@@ -135,4 +136,5 @@ def test_a_step_tells_what_it_cost() -> None:
     assert (got["step_time_seconds/dispatch"].value, got["step_time_seconds/wait"].value) == (2.0, 4.0)
     assert got["step_time_seconds/schedule"].value > 0
     assert got["step_time_seconds/update"].value > 0
+    assert got["computed_tokens"].value == 10
     assert (got["padding_tokens"].value, got["compiles_after_warm_up"].value) == (6, 4)

@@ -31,7 +31,7 @@ from test_engine_core import request_of
 from toy_engine import expected_tokens, make_config, run
 
 from jaxllm.core.types import EngineCoreOutput, FinishReason
-from jaxllm.engine import mp_client
+from jaxllm.engine import engine_link
 from jaxllm.engine.core_proc import InputType
 from jaxllm.engine.errors import EngineDeadError, EngineStartError
 from jaxllm.engine.llm_engine import LLMEngine
@@ -317,7 +317,7 @@ def outputs_of_dead(client: SyncMPClient) -> dict[str, list[EngineCoreOutput]]:
 
 
 def test_hung_process_is_killed(client: SyncMPClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(mp_client, "EXIT_GRACE_S", 0.2)
+    monkeypatch.setattr(engine_link, "EXIT_GRACE_S", 0.2)
     os.kill(client.pid, signal.SIGSTOP)
     client.shutdown()
     assert not is_alive(client.pid)

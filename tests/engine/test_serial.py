@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm.core.kv_events import KVEvents
 from jaxllm.core.output import LogprobsLists
 from jaxllm.core.types import (
     EngineCoreEvent,
@@ -22,7 +23,6 @@ from jaxllm.core.types import (
 )
 from jaxllm.engine.errors import EngineDeadError
 from jaxllm.engine.serial import (
-    LEAST_FRAME_BYTES,
     CallFailure,
     Frames,
     decode_outputs,
@@ -32,6 +32,7 @@ from jaxllm.engine.serial import (
     encode_request,
     encode_value,
 )
+from jaxllm.executor.values import LEAST_FRAME_BYTES
 from jaxllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
 
@@ -196,6 +197,9 @@ def logprobs(draw: st.DrawFn, width: int, num_rows: int | None = None) -> Logpro
     return LogprobsLists(numbers.astype(np.int32), -numbers.astype(np.float32), numbers[:, 0].astype(np.int32))
 
 
+short_hashes = st.lists(st.integers(0, 2**64 - 1), max_size=9).map(lambda hashes: np.array(hashes, np.uint64))
+
+
 @st.composite
 def engine_core_outputs(draw: st.DrawFn) -> EngineCoreOutputs:
     outputs = []
@@ -222,6 +226,7 @@ def engine_core_outputs(draw: st.DrawFn) -> EngineCoreOutputs:
         draw(st.floats(0, 1e6)),
         draw(st.none() | st.sets(st.text(), max_size=3)),
         draw(st.none() | st.tuples(st.integers(0, 99), values)),
+        draw(st.none() | st.builds(KVEvents, short_hashes, short_hashes, st.booleans())),
     )
 
 
@@ -239,7 +244,7 @@ def test_no_field_is_forgotten() -> None:
     known = {
         EngineCoreRequest: 10,
         EngineCoreOutput: 8,
-        EngineCoreOutputs: 5,
+        EngineCoreOutputs: 7,  # the engine's index is not sent
         EngineCoreEvent: 2,
     }
     assert {cls: len(fields(cls)) for cls in known} == known

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
+from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from jaxllm.core.output import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxllm.engine.llm_engine import LLMEngine
@@ -73,14 +73,40 @@ def make_config(
     max_num_queued_reqs: int | None = None,
     max_num_queued_tokens: int | None = None,
     async_scheduling: bool = False,
+    num_decode_steps: int = 1,
+    max_itl: float | None = None,
+    num_stages: int = 1,
+    data_parallel_size: int = 1,
+    data_parallel_restart: bool = False,
+    data_parallel_routing: Any = "load",
+    data_parallel_start_rank: int = 0,
+    data_parallel_backend: Any = "mp",
     **model: Any,
 ) -> EngineConfig:
     """Synchronous scheduling unless asked otherwise, since many tests count steps."""
-    decoder = DecoderConfig("LlamaForCausalLM", VOCAB_SIZE, 8, 8, 1, 2, 1, 4, max_model_len, 1e-5, RopeConfig())
+    decoder = DecoderConfig("LlamaForCausalLM", VOCAB_SIZE, 8, 8, num_stages, 2, 1, 4, max_model_len, 1e-5, RopeConfig())
+    scheduler = SchedulerConfig(
+        max_num_seqs,
+        max_num_batched_tokens,
+        max_model_len,
+        policy,
+        async_scheduling=async_scheduling,
+        num_pipeline_stages=num_stages,
+        num_decode_steps=num_decode_steps,
+        max_itl=max_itl,
+    )
     return EngineConfig(
         model=ModelConfig("toy", "toy", decoder, "float32", max_model_len, eos_token_ids=eos_token_ids, **model),
         cache=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching, num_gpu_blocks_override=num_blocks),
-        scheduler=SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, policy, async_scheduling=async_scheduling),
+        scheduler=scheduler,
+        parallel=ParallelConfig(
+            pipeline_parallel_size=num_stages,
+            data_parallel_size=data_parallel_size,
+            data_parallel_restart=data_parallel_restart,
+            data_parallel_routing=data_parallel_routing,
+            data_parallel_backend=data_parallel_backend,
+            data_parallel_start_rank=data_parallel_start_rank,
+        ),
         log_stats=log_stats,
         stream_interval=stream_interval,
         max_num_queued_reqs=max_num_queued_reqs,
@@ -139,6 +165,8 @@ class _Row:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_computed_tokens = request.num_computed_tokens
         self.block_ids = list(request.block_ids[0])
+        self.end_token_ids = request.end_token_ids
+        self.ended = False
         self.prompt_logprobs: list[tuple[list[int], list[float], int]] = []
 
 
@@ -172,13 +200,49 @@ class ToyExecutor(Executor):
         cached = scheduler_output.scheduled_cached_reqs
         for req_id, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             row = self.rows[req_id]
-            assert row.num_computed_tokens == computed
+            assert row.num_computed_tokens == computed or row.ended
             row.block_ids += blocks[0] if blocks is not None else []
         scheduled = scheduler_output.num_scheduled_tokens
         assert sum(scheduled.values()) == scheduler_output.total_num_scheduled_tokens
-        assert sum(scheduled.values()) <= self.config.scheduler.max_num_batched_tokens
         assert len(scheduled) <= len(self.rows) <= self.config.scheduler.max_num_seqs
+        if scheduler_output.num_decode_steps > 1:
+            assert not scheduler_output.scheduled_new_reqs
+            assert max(scheduled.values()) == scheduler_output.num_decode_steps <= self.config.scheduler.num_decode_steps
+            return self._run_steps(scheduled)
+        assert sum(scheduled.values()) <= self.config.scheduler.max_num_batched_tokens
         return self._run(scheduled)
+
+    def _run_steps(self, scheduled: Mapping[str, int]) -> ModelRunnerOutput:
+        """One token after the other, until a request has as many as it may or one that ends it."""
+        for req_id, count in scheduled.items():
+            row = self.rows[req_id]
+            assert not row.params.stop
+            # Room for all of them was made beforehand.
+            assert row.ended or len(row.block_ids) == -(-(row.num_computed_tokens + count) // BLOCK_SIZE)
+        left = {req_id: count for req_id, count in scheduled.items() if not self.rows[req_id].ended}
+        output = ModelRunnerOutput(list(scheduled), {req_id: i for i, req_id in enumerate(scheduled)}, [[] for _ in scheduled])
+        logprobs: dict[str, list[LogprobsLists]] = {}
+        while left:
+            step = self._run(dict.fromkeys(left, 1))
+            for req_id in list(left):
+                (token_id,) = step.sampled_token_ids[step.req_id_to_index[req_id]]
+                output.sampled_token_ids[output.req_id_to_index[req_id]].append(token_id)
+                if req_id in step.logprobs_start and step.logprobs is not None:
+                    start = step.logprobs_start[req_id]
+                    logprobs.setdefault(req_id, []).append(step.logprobs.slice(start, start + 1))
+                left[req_id] -= 1
+                self.rows[req_id].ended = token_id in self.rows[req_id].end_token_ids
+                if not left[req_id] or self.rows[req_id].ended:
+                    del left[req_id]
+        if logprobs:
+            width = max(part.token_ids.shape[1] for parts in logprobs.values() for part in parts)
+            assert all(part.token_ids.shape[1] == width for parts in logprobs.values() for part in parts)
+            for req_id, parts in logprobs.items():
+                output.logprobs_start[req_id] = sum(len(logprobs[other]) for other in output.logprobs_start)
+                assert parts
+            every = [part for parts in logprobs.values() for part in parts]
+            output.logprobs = LogprobsLists(*(np.concatenate(columns) for columns in zip(*every, strict=True)))
+        return output
 
     def _run(self, scheduled: Mapping[str, int]) -> ModelRunnerOutput:
         req_ids = list(reversed(scheduled))  # rows in another order than the scheduler's
@@ -190,7 +254,8 @@ class ToyExecutor(Executor):
             row = self.rows[req_id]
             start, end = row.num_computed_tokens, row.num_computed_tokens + scheduled[req_id]
             assert end <= len(row.token_ids)
-            assert len(set(row.block_ids)) == len(row.block_ids) == -(-end // BLOCK_SIZE)
+            assert len(set(row.block_ids)) == len(row.block_ids) >= -(-end // BLOCK_SIZE)
+            assert self.config.scheduler.num_decode_steps > 1 or len(row.block_ids) == -(-end // BLOCK_SIZE)
             assert 0 not in row.block_ids
             row.num_computed_tokens = end
             context = tuple(self.blocks[row.block_ids].reshape(-1)[:end].tolist())

@@ -2,27 +2,103 @@
 
 import logging
 
+import jax
 import pytest
 
-from kernels_pallas.dispatch import choose
+from kernels_pallas.dispatch import choose, log_choice
+from kernels_pallas.paged_attention import Call, implementations, select_implementation
+
+CALL = Call(num_heads=8, num_kv_heads=2, head_dim=128, block_size=32, dtype="bfloat16")
 
 
-def test_auto_takes_the_first_that_runs_here_and_says_so_once(caplog):
-    available = {"fast": ("gpu",), "plain": (), "other": ()}
+def test_auto_takes_the_first_that_can_be_used():
+    assert choose("test_operation", "auto", {"fast": "it rains", "plain": None, "other": None}) == "plain"
+
+
+def test_the_choice_is_logged_once_with_the_reasons(caplog):
     with caplog.at_level(logging.INFO, logger="kernels_pallas.dispatch"):
-        assert choose("test_operation", "auto", available) == "plain"
-        assert choose("test_operation", "auto", available) == "plain"
-    assert caplog.messages == ["test_operation: plain on cpu (fast runs on gpu)"]
+        for _ in range(2):
+            log_choice("test_operation", "plain", {"fast": "it rains", "plain": None, "other": "never"})
+    assert caplog.messages == ["test_operation: plain on cpu (not fast: it rains)"]
 
 
 def test_a_named_one_is_an_order():
-    assert choose("test_operation", "other", {"plain": (), "other": ("cpu",)}) == "other"
-    with pytest.raises(ValueError, match="'fast' of test_operation runs on gpu, tpu, not on cpu"):
-        choose("test_operation", "fast", {"fast": ("gpu", "tpu"), "plain": ()})
+    assert choose("test_operation", "other", {"plain": None, "other": None}) == "other"
+    with pytest.raises(ValueError, match="'fast' of test_operation cannot be used: it rains"):
+        choose("test_operation", "fast", {"fast": "it rains", "plain": None})
     with pytest.raises(ValueError, match="one of auto, plain, got 'magic'"):
-        choose("test_operation", "magic", {"plain": ()})
+        choose("test_operation", "magic", {"plain": None})
 
 
 def test_nothing_that_runs_is_an_error():
-    with pytest.raises(ValueError, match="no implementation of test_operation runs on cpu"):
-        choose("test_operation", "auto", {"fast": ("gpu",)})
+    with pytest.raises(ValueError, match=r"no implementation of test_operation can be used here \(fast: it rains\)"):
+        choose("test_operation", "auto", {"fast": "it rains"})
+
+
+def on_device(monkeypatch, capability):
+    """As on a GPU of this compute capability."""
+
+    class Device:
+        platform = "gpu"
+        compute_capability = capability
+
+    monkeypatch.setattr(implementations, "target_platform", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+
+
+def test_on_a_cpu_the_reference_runs_and_mosaic_by_name_only():
+    assert select_implementation("auto", CALL) == "reference"
+    assert select_implementation("mosaic", CALL) == "mosaic"
+
+
+def test_a_hopper_gpu_takes_mosaic(monkeypatch):
+    on_device(monkeypatch, "9.0")
+    monkeypatch.setattr(implementations, "self_test", lambda *_: None)
+    assert select_implementation("auto", CALL) == "mosaic"
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0"])
+def test_other_gpus_do_not(monkeypatch, capability):
+    on_device(monkeypatch, capability)
+    monkeypatch.setattr(implementations, "self_test", lambda *_: None)
+    assert select_implementation("auto", CALL) != "mosaic"
+    with pytest.raises(ValueError, match="'mosaic' of paged_attention cannot be used: it needs a Hopper GPU"):
+        select_implementation("mosaic", CALL)
+
+
+def test_a_kernel_that_fails_its_self_test_is_passed_over(monkeypatch, caplog):
+    on_device(monkeypatch, "9.0")
+    monkeypatch.setattr(implementations, "self_test", lambda *_: "it differs from the reference by 3")
+    assert select_implementation("auto", CALL) == "reference"
+    assert "mosaic fails its self-test and is not used: it differs from the reference by 3" in caplog.text
+    with pytest.raises(RuntimeError, match="'mosaic' of paged_attention fails its self-test: it differs"):
+        select_implementation("mosaic", CALL)
+
+
+def test_the_self_test_tells_right_from_wrong(monkeypatch):
+    call = CALL._replace(num_heads=2, head_dim=16, dtype="float32")
+    right = implementations.np.max
+    monkeypatch.setattr(implementations.np, "max", lambda values: right(values) + 1)
+    assert implementations.self_test("reference", call, None) == "it differs from the reference by 1"
+
+
+def test_the_self_test_reports_what_a_compiler_raises():
+    report = implementations.self_test("magic", CALL, None)
+    assert report.startswith("ValueError: implementation of paged_attention must be one of auto, ")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float32"}, "dtype float32 is not bfloat16 or float16"),
+        ({"head_dim": 72}, "head size 72 is not one of 64, 80, 96, 128, 256"),
+        ({"block_size": 8}, "block size 8 is not one of 16, 32, 64"),
+        ({"num_heads": 64}, "32 query heads share a KV head, more than 16"),
+        ({"num_heads": 32, "max_decode_queries": 5}, "5 queries of 16 heads are more than a tile of 64"),
+    ],
+)
+def test_what_mosaic_does_not_serve_falls_down_the_chain(change, reason):
+    call = CALL._replace(**change)
+    with pytest.raises(ValueError, match=reason):
+        select_implementation("mosaic", call)
+    assert select_implementation("auto", call) == "reference"

@@ -21,8 +21,14 @@ def pack(spec, tensors):
     for part in spec.parts:
         tensor = tensors[part.name]
         assert tensor.shape == part.shape, f"{part.name}: {tensor.shape} found, {part.shape} specified"
-        groups = tensor.reshape(-1, part.repeat_size, *tensor.shape[1:])
-        tensor = np.repeat(groups, part.repeat, axis=0).reshape(-1, *tensor.shape[1:])
+        # Whole groups, each as often as it is wanted, with their zeros; then the zeros at the end.
+        rows = np.moveaxis(tensor, part.axis, 0)
+        size = part.repeat_size if part.repeat > 1 or part.group_padding else len(rows)
+        pieces = []
+        for start in range(0, len(rows), size):
+            pieces += [rows[start : start + size]] * part.repeat + [np.zeros((part.group_padding, *rows.shape[1:]))]
+        rows = np.concatenate([*pieces, np.zeros((part.padding, *rows.shape[1:]))])
+        tensor = np.moveaxis(rows, 0, part.axis)
         tensor = tensor.T if spec.transpose else tensor
         parts.append(np.split(tensor, spec.num_stripes, axis=-1))
     return np.concatenate([part[stripe] for stripe in range(spec.num_stripes) for part in parts], axis=-1).astype(spec.dtype)

@@ -96,25 +96,60 @@ def test_four_devices_repeat_two_kv_heads():
     )
     expected = [[0, 0, 10], [100, 0, 10], [200, 1, 11], [300, 1, 11]]
     np.testing.assert_array_equal(packed.reshape(4, 3, 6)[:, :, 0], expected)
-    # Ten tokens cannot be shared by four.
-    assert specs["embed.table"].axes == (None, None)
-    assert Decoder.param_specs(FULL, "float32", num_stripes=2)[0].axes == ("vocab", None)
+    # Ten tokens become a block of 128 for each device.
+    assert (specs["embed.table"].axes, specs["embed.table"].shape) == (("vocab", None), (4 * 128, 8))
+
+
+HEADS_OF_9_AND_3 = dataclasses.replace(TINY, num_heads=9, num_kv_heads=3)
 
 
 @pytest.mark.parametrize(
-    ("config", "num_stripes", "message"),
+    ("num_stripes", "heads"),
     [
-        (TINY, 3, "num_heads 4 cannot be shared evenly by 3"),
-        (TINY, 0, "num_stripes must be at least 1, got 0"),
-        (dataclasses.replace(TINY, intermediate_size=15), 2, "intermediate_size 15"),
-        (dataclasses.replace(TINY, num_heads=12, num_kv_heads=6), 4, "num_kv_heads 6 is neither"),
+        # Each device's query heads, and between bars its KV heads; "." is a zero head.
+        (1, "0 1 2 3 4 5 6 7 8 | 0 1 2"),
+        (2, "0 1 2 3 4 5 | 0 1 / 6 7 8 . . . | 2 ."),
+        (3, "0 1 2 | 0 / 3 4 5 | 1 / 6 7 8 | 2"),
+        (4, "0 1 2 | 0 / 3 4 5 | 1 / 6 7 8 | 2 / . . . | ."),
+        (6, "0 1 | 0 / 2 . | 0 / 3 4 | 1 / 5 . | 1 / 6 7 | 2 / 8 . | 2"),
+        (8, "0 1 | 0 / 2 . | 0 / 3 4 | 1 / 5 . | 1 / 6 7 | 2 / 8 . | 2 / . . | . / . . | ."),
+        (9, "0 | 0 / 1 | 0 / 2 | 0 / 3 | 1 / 4 | 1 / 5 | 1 / 6 | 2 / 7 | 2 / 8 | 2"),
     ],
 )
-def test_uneven_shares_are_refused(config, num_stripes, message):
-    with pytest.raises(ValueError, match=message):
-        Decoder.param_specs(config, "float32", num_stripes)
-    with pytest.raises(ValueError, match=message):
-        build_model_graph(config, "float32", kv_groups=KV_GROUPS, num_stripes=num_stripes)
+def test_heads_that_do_not_divide(num_stripes, heads):
+    config, size = HEADS_OF_9_AND_3, TINY.head_dim
+    specs = {spec.path: spec for spec in Decoder.param_specs(config, "float32", num_stripes)}
+    name = "model.layers.0.self_attn"
+    # Each head filled with its number, from 1 on: a zero head is 0.
+    q, kv = (np.repeat(np.arange(1, count + 1), size) for count in (9, 3))
+    qkv = {f"{name}.q_proj.weight": q, f"{name}.k_proj.weight": kv, f"{name}.v_proj.weight": kv + 100 * (kv > 0)}
+    columns = {key: np.repeat(rows[:, None], config.hidden_size, 1) for key, rows in qkv.items()}
+    packed = pack(specs["layers.0.attention.qkv.kernel"], columns)
+    out = pack(specs["layers.0.attention.out.kernel"], {f"{name}.o_proj.weight": np.repeat(q[None], config.hidden_size, 0)})
+    for array in (packed, out.T):
+        assert (array == array[0]).all()
+    found = packed[0].reshape(num_stripes, -1, size)[:, :, 0].astype(int)
+    out_heads = out[:, 0].reshape(num_stripes, -1, size)[:, :, 0].astype(int)
+    for device, expected in enumerate(heads.split(" / ")):
+        q_heads, kv_heads = ([0 if head == "." else int(head) + 1 for head in part.split()] for part in expected.split("|"))
+        value_heads = [head + 100 * (head > 0) for head in kv_heads]
+        assert found[device].tolist() == q_heads + kv_heads + value_heads
+        assert out_heads[device].tolist() == q_heads
+
+
+def test_what_is_filled_up_is_told():
+    config = dataclasses.replace(HEADS_OF_9_AND_3, intermediate_size=15, vocab_size=1024)
+    assert Decoder.padding(config, 1) == ""
+    assert Decoder.padding(config, 2) == "9 query heads to 12, 15 feed-forward columns to 16, 3 KV heads to 4"
+    assert Decoder.padding(config, 8) == "9 query heads to 16, 15 feed-forward columns to 16, 6 KV heads, 2 copies of each, to 8"
+    assert Decoder.padding(config, 3) == "1024 tokens of the vocabulary to 1152"
+
+
+def test_fewer_than_one_device():
+    with pytest.raises(ValueError, match="num_stripes must be at least 1, got 0"):
+        Decoder.param_specs(TINY, "float32", 0)
+    with pytest.raises(ValueError, match="num_stripes must be at least 1, got 0"):
+        build_model_graph(TINY, "float32", kv_groups=KV_GROUPS, num_stripes=0)
 
 
 @pytest.mark.parametrize("config", [TINY, FULL, dataclasses.replace(FULL, tie_word_embeddings=True)])

@@ -30,7 +30,7 @@ def guarded() -> Iterator[httpx.Client]:
 def test_api_key(guarded: httpx.Client):
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Basic secret"},
                     {"authorization": "Bearer secret2"}, {"authorization": "Bearer"}):  # fmt: skip
-        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/v1/nothing")):
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/v1/nothing"), ("POST", "/scale")):
             response = guarded.request(method, path, headers=headers)
             assert (response.status_code, response.json()) == (401, {"error": "Unauthorized"})
     for key in (b"secret", "other-ü".encode()):

@@ -127,7 +127,7 @@ def test_log_line(fresh: tuple[ServerThread, httpx.Client]):
     assert line is not None
     rates = re.fullmatch(
         r"running 0, waiting 0, KV cache 0\.0% in use, prompt ([\d.]+) tokens/s, generation ([\d.]+) tokens/s, "
-        r"prefix cache hits 0\.0%",
+        r"prefix cache hits 0\.0%, padding 0\.0%",
         line,
     )
     assert rates is not None, line

@@ -105,7 +105,7 @@ def test_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["--quantization", "awq"], "argument --quantization: not supported: weights are served as they are stored"),
         (["-q", "awq"], "argument --quantization"),
         (["--enable-lora"], "argument --enable-lora: not supported"),
-        (["-pp", "2"], "argument --pipeline-parallel-size"),
+        (["-dcp", "2"], "argument --decode-context-parallel-size"),
         (["--speculative-config", "{}"], "argument --speculative-config: not supported"),
     ],
 )
@@ -121,13 +121,22 @@ def test_flags_of_vllm():
     ])  # fmt: skip
     assert engine.enforce_eager
     assert [note.split(" ")[0] for note in notes] == [
-        "--trust-remote-code", "--compilation-config", "--optimization-level", "--api-server-count", "--compilation-config",
+        "--trust-remote-code", "--compilation-config", "--optimization-level", "--compilation-config",
     ]  # fmt: skip
     assert all("has no effect: " in note for note in notes)
     assert not NOTED.keys() & REFUSED.keys()
     known = {option for action in make_parser()._actions for option in action.option_strings}
     assert known >= NOTED.keys() | REFUSED.keys()
     assert all(why for why in NOTED.values())
+
+
+def test_data_parallel_flags(capsys: pytest.CaptureFixture[str]):
+    serve, engine, notes = parse(["-dp", "8", "-dpl", "4", "-dpr", "4", "--data-parallel-hybrid-lb", "-asc", "3"])
+    assert (engine.data_parallel_size, engine.data_parallel_size_local, engine.data_parallel_start_rank) == (8, 4, 4)
+    assert (engine.data_parallel_hybrid_lb, serve.api_server_count, notes) == (True, 3, [])
+    _, engine, _ = parse(["-dp", "2", "-dpn", "1", "--data-parallel-external-lb", "--data-parallel-backend", "mp"])
+    assert (engine.data_parallel_rank, engine.data_parallel_external_lb) == (1, True)
+    assert "--api-server-count must be at least 1, got 0" in refused(["-asc", "0"], capsys)
 
 
 def test_the_documentation_lists_them():

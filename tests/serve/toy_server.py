@@ -13,6 +13,7 @@ from saying import BrokenExecutor, ImpossibleExecutor, SayingExecutor, SlowExecu
 from toy_engine import ToyExecutor, make_config, make_tokenizer
 
 from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.serve.api_servers import EngineParts
 from jaxllm.serve.args import ServeArgs
 from jaxllm.serve.context import Context
 from jaxllm.serve.server import ApiServer, address_of, bind
@@ -88,11 +89,17 @@ def main() -> int:
     if argv and argv[0] in EXECUTORS:
         argv, executor = argv[1:], EXECUTORS[argv[0]]
 
+    def config_of(args: Any) -> Any:
+        return toy_config(data_parallel_size=args.data_parallel_size, data_parallel_restart=args.data_parallel_restart)
+
     def start(args: Any, phases: Any) -> AsyncLLM:
         with phases.phase("engine"):
-            return AsyncLLM(toy_config(), tokenizer(), executor)
+            return AsyncLLM(config_of(args), tokenizer(), executor)
 
-    return serve(["--host", "127.0.0.1", "--port", "0", "--served-model-name", "toy", *argv], start)
+    def make_parts(args: Any) -> EngineParts:
+        return EngineParts(config_of(args), make_tokenizer, executor)
+
+    return serve(["--host", "127.0.0.1", "--port", "0", "--served-model-name", "toy", *argv], start, make_parts)
 
 
 if __name__ == "__main__":

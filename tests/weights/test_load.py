@@ -1,3 +1,4 @@
+import dataclasses
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from weight_files import SHAPES, plain_param, run_python, tiny_specs, tiny_tensors, write_gguf, write_safetensors
 
 from jaxllm.layers.spec import ParamSpec, Part
+from jaxllm.weights.layout import Layout
 from jaxllm.weights.load import load_params, pieces, read_slice
 from jaxllm.weights.reader import copy_cast, dtype_of, open_reader
 from jaxllm.weights.source import resolve_model
@@ -50,16 +52,20 @@ def geometries(draw):
     parts = []
     for i in range(draw(st.integers(1, 3))):
         repeat, size, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-        rows = groups * size * num_stripes
-        if ndim == 1 or transpose:
-            shape = (rows,) if ndim == 1 else (rows, other)
-        else:
-            # Parts are joined along the last axis, so they agree in the first; a repetition there is the same for all.
-            repeat, size = 1, 1
-            shape = (other, rows)
-        parts.append(Part(f"t{i}", shape, repeat, size if repeat > 1 else 1))
-    last = sum((part.shape[0] * part.repeat if ndim == 1 or transpose else part.shape[1]) for part in parts)
+        group_padding = draw(st.sampled_from([0, 0, 1, 3]))
+        rows = groups * (size * repeat + group_padding)
+        padding = -rows % num_stripes + draw(st.integers(0, 2)) * num_stripes
+        # Parts are joined along the last axis of the parameter, so they agree in the first.
+        axis = int(ndim == 2 and not transpose)
+        shape = (groups * size,) if ndim == 1 else (other, groups * size) if axis else (groups * size, other)
+        parts.append(Part(f"t{i}", shape, repeat, size if repeat > 1 or group_padding else 1, group_padding, padding, axis))
+    last = sum(part.expanded_shape[part.axis] for part in parts)
     shape = (last,) if ndim == 1 else (other, last)
+    if len(parts) == 1 and num_stripes == 1 and ndim == 2 and draw(st.booleans()):
+        # Alone, a part may have its repetitions and padding in the other axis too: that of its neighbours must not agree.
+        (part,) = parts
+        parts = [dataclasses.replace(part, shape=part.shape[::-1], axis=1 - part.axis)]
+        shape = shape[::-1]
     spec = ParamSpec("p", shape, "float32", (None,) * ndim, tuple(parts), transpose, num_stripes)
     index = []
     for size in shape:
@@ -87,18 +93,28 @@ class Arrays:
 @settings(max_examples=200, deadline=None)
 def test_any_slice(geometry):
     spec, index = geometry
-    tensors, first = {}, 0
+    tensors, first = {}, 1  # 0 is padding
     for part in spec.parts:
         size = int(np.prod(part.shape))
         tensors[part.name] = np.arange(first, first + size, dtype=np.float32).reshape(part.shape)
         first += size
     with ThreadPoolExecutor(1) as pool:
         found = read_slice(Arrays(tensors), spec, index, pool)
-    np.testing.assert_array_equal(found, plain_param(spec, tensors)[index])
+    expected = plain_param(spec, tensors)
+    np.testing.assert_array_equal(found, expected[index])
     filled = np.zeros(found.T.shape if spec.transpose else found.shape, int)
     for piece in pieces(spec, index):
         filled[piece.out] += 1
-    assert (filled == 1).all()
+    np.testing.assert_array_equal(filled, (expected[index].T if spec.transpose else expected[index]) != 0)
+
+
+@given(geometries())
+@settings(max_examples=4, deadline=None)
+def test_on_the_devices(geometry):
+    spec, _ = geometry
+    tensors = {part.name: np.random.default_rng(0).random(part.shape, np.float32) for part in spec.parts}
+    found = Layout.of(spec).assemble(tuple(tensors[part.name] for part in spec.parts))
+    np.testing.assert_array_equal(found, plain_param(spec, tensors))
 
 
 def test_repeated_rows_of_a_matrix_that_is_not_transposed(tmp_path):

@@ -116,8 +116,12 @@ def plain_param(spec: ParamSpec, tensors: Mapping[str, np.ndarray]) -> np.ndarra
     arrays = []
     for part in spec.parts:
         values = np.asarray(tensors[part.name]).astype(np.float32)
-        groups = [values[at : at + part.repeat_size] for at in range(0, len(values), part.repeat_size)]
-        values = np.concatenate([group for group in groups for _ in range(part.repeat)])
+        values = np.moveaxis(values, part.axis, 0)
+        size = part.repeat_size if part.repeat > 1 or part.group_padding else len(values)
+        zeros = [np.zeros((count, *values.shape[1:]), np.float32) for count in (part.group_padding, part.padding)]
+        groups = [values[at : at + size] for at in range(0, len(values), size)]
+        values = np.concatenate([block for group in groups for block in [*[group] * part.repeat, zeros[0]]] + zeros[1:])
+        values = np.moveaxis(values, 0, part.axis)
         arrays.append(values.T if spec.transpose else values)
     stripes = [np.split(values, spec.num_stripes, axis=-1) for values in arrays]
     return np.concatenate([part[i] for i in range(spec.num_stripes) for part in stripes], axis=-1)

@@ -1,0 +1,1 @@
+"""The simulator: the real scheduler, block manager and load balancer on a virtual clock."""

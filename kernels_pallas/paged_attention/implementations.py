@@ -1,0 +1,127 @@
+"""The implementations of paged_attention: which of them can serve a call here, and why the others cannot."""
+
+import logging
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.dispatch import choose, log_choice, target_platform
+from kernels_pallas.paged_attention.config import mosaic_refusal
+
+logger = logging.getLogger(__name__)
+
+# Best first.
+IMPLEMENTATIONS = ("mosaic", "reference")
+
+
+class Call(NamedTuple):
+    """Static shapes of a call, on one device."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    max_decode_queries: int = 1
+
+
+def choose_implementation(implementation: str, call: Call) -> str:
+    """The implementation of a call, from its shapes and the platform that is lowered for; tries nothing out.
+
+    Raises:
+        ValueError: if a named implementation is unknown or cannot serve the call.
+    """
+    return choose("paged_attention", implementation, _refusals(implementation, call))
+
+
+def _refusals(implementation: str, call: Call) -> dict[str, str | None]:
+    """Why each implementation cannot be used; None if it can. A name given may be slow, a choice may not."""
+    platform = target_platform()
+    mosaic = None
+    if platform == "cpu":
+        mosaic = None if implementation == "mosaic" else "on a CPU it runs in an interpreter, for tests"
+    elif platform not in ("gpu", "cuda"):
+        mosaic = f"it needs a Hopper GPU, not {platform}"
+    elif not _is_hopper():
+        mosaic = "it needs a Hopper GPU (compute capability 9)"
+    mosaic = mosaic or mosaic_refusal(
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        head_dim=call.head_dim,
+        block_size=call.block_size,
+        dtype=jnp.dtype(call.dtype),
+        max_decode_queries=call.max_decode_queries,
+    )
+    return {"mosaic": mosaic, "reference": None}
+
+
+def _is_hopper() -> bool:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        # Of a device that is lowered for but not here, only the name is known.
+        return re.search(r"\bG?H(20|100|200|800)\b", device.device_kind) is not None
+    return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
+
+
+def select_implementation(implementation: str, call: Call, *, sliding_window: int | None = None) -> str:
+    """Choose once at start-up: like `choose_implementation`, but what is chosen has computed a small case like the reference.
+
+    A kernel that fails is passed over with a warning if it was not named.
+
+    Raises:
+        ValueError: if a named implementation is unknown or cannot serve the call.
+        RuntimeError: if a named implementation fails.
+    """
+    refusals = _refusals(implementation, call)
+    chosen = choose("paged_attention", implementation, refusals)
+    # What is lowered for a device that is not here, or interpreted, is tested elsewhere.
+    testable = target_platform() != "cpu" and jax.sharding.get_abstract_mesh().abstract_device is None
+    while chosen != "reference" and testable:
+        failure = self_test(chosen, call, sliding_window)
+        if failure is None:
+            break
+        if implementation != "auto":
+            raise RuntimeError(f"implementation {chosen!r} of paged_attention fails its self-test: {failure}")
+        logger.warning("paged_attention: %s fails its self-test and is not used: %s", chosen, failure)
+        refusals[chosen] = f"it fails its self-test: {failure}"
+        chosen = choose("paged_attention", implementation, refusals)
+    log_choice("paged_attention", chosen, refusals)
+    return chosen
+
+
+def self_test(implementation: str, call: Call, sliding_window: int | None) -> str | None:
+    """Compute two decode rows and a chunk on the default device, with the reference and with `implementation`.
+
+    Returns:
+        What is wrong; None if they agree.
+    """
+    from kernels_pallas.paged_attention import paged_attention
+
+    rng = np.random.default_rng(0)
+    size = call.block_size
+    lengths, queries = np.array([2 * size + 1, 3, size + 40]), np.array([1, 1, 40])
+    starts = np.concatenate([[0], np.cumsum(queries)])
+    pages = -(-int(lengths.max()) // size)
+    tables = 1 + np.arange(3 * pages).reshape(3, pages)
+    shape = (1 + 3 * pages, 2, call.num_kv_heads, size, call.head_dim)
+    q = jnp.asarray(rng.standard_normal((int(starts[-1]), call.num_heads, call.head_dim)), call.dtype)
+    cache = jnp.asarray(rng.standard_normal(shape), call.dtype)
+    integers = [jnp.asarray(array, jnp.int32) for array in (tables, lengths, starts, 2)]
+
+    def compute(name: str) -> np.ndarray:
+        run = jax.jit(
+            lambda *arrays: paged_attention(
+                *arrays, scale=call.head_dim**-0.5, sliding_window=sliding_window, decode_only=False, implementation=name
+            )
+        )
+        return np.asarray(run(q, cache, *integers), np.float32)
+
+    try:
+        found = compute(implementation)
+    except Exception as error:  # whatever a compiler or a driver may raise: the report says what
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    worst = float(np.max(np.abs(found - compute("reference"))))
+    return None if worst < 0.05 else f"it differs from the reference by {worst:.3g}"

@@ -1,0 +1,50 @@
+"""What every test module shares.
+
+The tests run on the CPU. What they need of a GPU is compiled for a description of one (marker `aot`).
+"""
+
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Iterator
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import pytest
+
+from kernels_pallas.aot import unavailable_reason
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = unavailable_reason()
+    if reason is not None:
+        for item in items:
+            if item.get_closest_marker("aot"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def release_memory() -> None:
+    """Free the engines that nobody holds any more, and give their memory back to the system.
+
+    An engine's programs and arrays take gigabytes of small pieces, which the C library would keep for itself: the suite would
+    grow to more than a small machine has.
+    """
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others have none
+        if trim is not None:
+            trim(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_is_released() -> Iterator[None]:
+    yield
+    release_memory()
+
+
+@pytest.fixture
+def memory_is_released() -> Iterator[None]:
+    """After each test, for modules whose every test loads a real model."""
+    yield
+    release_memory()

@@ -1,0 +1,47 @@
+"""The engine with the GPU's kernels in the interpreter gives what it gives with the reference."""
+
+import json
+
+import pytest
+
+from jaxllm import LLM, SamplingParams
+
+CONFIG = {
+    "architectures": ["MistralForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "sliding_window": 20,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+PROMPTS = [list(range(3, 40)), [7, 8, 9]]
+
+
+def generate(folder, backend):
+    llm = LLM(
+        str(folder), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, compilation_cache_dir="",
+        use_tqdm_on_load=False, attention_backend=backend, block_size=16, num_gpu_blocks_override=24, max_num_seqs=2,
+        max_num_batched_tokens=24, cudagraph_capture_sizes=[], compile_sizes=[],
+    )  # fmt: skip
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    finally:
+        llm.shutdown()
+    return [output.outputs[0] for output in outputs]
+
+
+def test_mosaic_gives_the_tokens_of_the_reference(tmp_path):
+    """A prompt in two chunks beside a decode, then decodes: both kernels, with and without a window."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    expected, found = generate(tmp_path, "reference"), generate(tmp_path, "mosaic")
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    for output, same in zip(found, expected, strict=True):
+        assert output.cumulative_logprob == pytest.approx(same.cumulative_logprob, abs=0.1)

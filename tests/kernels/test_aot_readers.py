@@ -1,0 +1,131 @@
+"""The readers of compiled programs, on short texts whose answers are plain."""
+
+from pathlib import Path
+
+import pytest
+
+from kernels_pallas.aot import TARGETS, Hlo, Thunks
+from kernels_pallas.aot.hlo import shape_bytes
+from kernels_pallas.aot.kernels import KernelResources, mosaic_resources, parse_ptxas
+
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%fused_transpose (p: bf16[8,4]) -> bf16[8,4] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  %inner = bf16[4,8]{1,0} transpose(%p), dimensions={1,0}
+  ROOT %out = bf16[8,4]{1,0} transpose(%inner), dimensions={1,0}, metadata={op_name="jit(step)/outer"}
+}
+
+%rare (x: (f32[16])) -> f32[64] {
+  %x = (f32[16]{0}) parameter(0)
+  %part = f32[16]{0} get-tuple-element(%x), index=0
+  ROOT %whole = f32[64]{0} all-gather(%part), dimensions={0}, metadata={op_name="jit(step)/logprobs"}
+}
+
+%usual (y: (f32[16])) -> f32[64] {
+  %y = (f32[16]{0}) parameter(0)
+  %piece = f32[16]{0} get-tuple-element(%y), index=0
+  ROOT %call = f32[64]{0} custom-call(%piece), custom_call_target="xla_ffi_python_gpu_callback", api_version=API_VERSION_FFI
+}
+
+ENTRY %main (w: bf16[8,4], z: f32[16], which: s32[]) -> f32[64] {
+  %w = bf16[8,4]{1,0} parameter(0)
+  %z = f32[16]{0} parameter(1)
+  %which = s32[] parameter(2)
+  %fusion = bf16[8,4]{1,0} fusion(%w), kind=kLoop, calls=%fused_transpose
+  %copied = bf16[8,4]{0,1} copy(%w)
+  %started = (f32[16]{0}, f32[16]{0}) all-reduce-start(%z), to_apply=%add, metadata={op_name="jit(step)/out"}
+  %done = f32[16]{0} all-reduce-done(%started)
+  %kernel = f32[16]{0} custom-call(%done), custom_call_target="mosaic_gpu_v2"
+  %arguments = (f32[16]{0}) tuple(%kernel)
+  ROOT %choice = f32[64]{0} conditional(%which, %arguments, %arguments), branch_computations={%rare, %usual}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("bf16[8,4]{1,0}", 64),
+        ("f32[]", 4),
+        ("(s32[3]{0}, pred[5]{0})", 17),
+        ("f8e4m3fn[10]{0}", 10),
+        ("u4[6]{0}", 3),
+        ("token[]", 0),
+    ],
+)
+def test_bytes_of_a_shape(shape: str, expected: int):
+    assert shape_bytes(shape) == expected
+
+
+def test_collectives_say_whether_they_always_run():
+    found = [(c.kind, c.num_bytes, c.always, c.origin) for c in Hlo(PROGRAM).collectives]
+    assert sorted(found) == [
+        ("all-gather", 256, False, "jit(step)/logprobs"),
+        ("all-reduce", 128, True, "jit(step)/out"),
+    ]
+
+
+def test_copies_are_those_that_are_stored():
+    copies = Hlo(PROGRAM).copies(64)
+    # Not the transposition in the middle of the fusion, which goes nowhere.
+    assert sorted((copy.shape, copy.origin) for copy in copies) == [
+        ("bf16[8,4]{0,1}", "copied"),
+        ("bf16[8,4]{1,0}", "jit(step)/outer"),
+    ]
+    assert Hlo(PROGRAM).copies(65) == []
+
+
+def test_calls_of_the_host():
+    hlo = Hlo(PROGRAM)
+    assert hlo.custom_calls == {"mosaic_gpu_v2": 1, "xla_ffi_python_gpu_callback": 1}
+    assert hlo.host_calls == ["xla_ffi_python_gpu_callback"]
+
+
+def test_text_without_entry_is_refused():
+    with pytest.raises(ValueError, match="no entry"):
+        Hlo("HloModule nothing\n")
+
+
+def test_thunks():
+    inside = "000: kCommandBuffer [source | sink] \n    001: kCustomKernel [source] fusion\n    002: kWhile [prev]\n"
+    assert Thunks(inside).kinds == ["kCommandBuffer"]
+    assert Thunks(inside).num_kernels == 1
+    assert not Thunks(inside).waits_for_device
+    outside = "000: kCommandBuffer [source] \n    001: kCustomKernel [source] fusion\n003: kConditional [prev]\n  true_branch:\n"
+    assert Thunks(outside).kinds == ["kCommandBuffer", "kConditional"]
+    assert Thunks(outside).waits_for_device
+
+
+PTXAS = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'decode' for 'sm_90a'
+ptxas info    : Function properties for decode
+    8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads
+ptxas info    : Used 128 registers, used 6 barriers, 1024 bytes smem
+ptxas info    : Compiling entry function 'merge' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 24 registers
+"""
+
+
+def test_what_the_assembler_says(tmp_path: Path):
+    assert parse_ptxas(PTXAS) == [KernelResources("decode", 128, 40, 1024), KernelResources("merge", 24, 0, 0)]
+    assert mosaic_resources(tmp_path) == []
+    (tmp_path / "kernel_0.ptxas").write_text(PTXAS)
+    (tmp_path / "kernel_0.mlir-passes.log").write_text("module attributes {smem_bytes = 84040 : i32} {")
+    assert [kernel.shared_bytes for kernel in mosaic_resources(tmp_path)] == [1024 + 84040, 84040]
+
+
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_a_description_names_its_device(name: str):
+    target = TARGETS[name]
+    text = target.description()
+    assert target.device_kind in text
+    assert text.count("{") == text.count("}")
+    assert ("ACCELERATED_FEATURES" in text) == (target.compute_capability[0] >= 9)
