@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, engine_args_of
-from jaxllm.engine.engine_args import EngineArgs
+from jaxllm.engine.engine_args import EngineArgs, detect_platform
 from jaxllm.worker.manifest import write_manifest
 
 
@@ -30,9 +30,19 @@ def build(args: EngineArgs, out: str) -> Path:
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--out must be an empty folder or a new one, got {out!r}")
+    if args.attention_backend not in ("auto", "reference") and detect_platform() == "cpu":
+        raise ValueError(f"attention_backend {args.attention_backend!r} is interpreted on a CPU: such programs cannot be shipped")
     config = replace(args.create_engine_config(), compilation_cache_dir=str(folder.absolute()), background_compilation=False)
-    from jaxllm.executor.uniproc import UniProcExecutor  # imports jax
+    parallel = config.parallel
+    if parallel.distributed_executor_backend == "mp" and parallel.num_workers > 1:
+        raise ValueError(
+            f"programs are built for one process, got distributed_executor_backend 'mp' with {parallel.num_workers} workers"
+        )
+    import jax
 
+    from jaxllm.executor.uniproc import UniProcExecutor
+
+    jax.clear_caches()  # what this process has compiled before would not come into the folder
     executor = UniProcExecutor(config)
     try:
         # The whole start, so that what is compiled beside the steps is there too.

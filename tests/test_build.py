@@ -83,7 +83,9 @@ def test_what_does_not_fit_is_named(model: str, built: Path, change: dict[str, A
         LLM(**arguments(model, compiled_dir=str(built), **{}) | change)
 
 
-@pytest.mark.parametrize("name", ["jax", "jaxlib", "driver", "devices", "mesh", "version of jaxllm"])
+@pytest.mark.parametrize(
+    "name", ["jax", "jaxlib", "driver", "devices", "mesh", "process", "compiler options", "version of jaxllm"]
+)
 def test_another_machine_or_version_is_refused(model: str, built: Path, tmp_path: Path, name: str) -> None:
     manifest = json.loads((built / "manifest.json").read_text())
     assert name in manifest["facts"]
@@ -102,6 +104,14 @@ def test_a_program_that_is_missing_or_broken(model: str, built: Path, tmp_path: 
         with pytest.raises(ValueError, match="holds no usable program for mixed 4"):
             LLM(**arguments(model, compiled_dir=str(tmp_path)))
         program.unlink(missing_ok=True)
+
+
+def test_what_cannot_be_shipped(model: str, built: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="attention_backend 'mosaic' is interpreted on a CPU"):
+        build(EngineArgs(**arguments(model, attention_backend="mosaic")), str(tmp_path))
+    with pytest.raises(ValueError, match="built for one process, got distributed_executor_backend 'mp' with 2 workers"):
+        build(EngineArgs(**arguments(model, tensor_parallel_size=2, distributed_executor_backend="mp")), str(tmp_path))
+    assert not any(tmp_path.iterdir())
 
 
 def test_wrong_folders(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

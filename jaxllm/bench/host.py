@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     for flag, values in (("sizes", args.sizes), ("num-steps", [args.num_steps]), ("input-len", [args.input_len])):
         if min(values) < 1:
             raise ValueError(f"--{flag} must be at least 1, got {min(values)}")
+    if args.num_decode_steps > 1:
+        raise ValueError(f"--num-decode-steps must be 1 here, got {args.num_decode_steps}: what is measured is one decode")
     engine_args = dataclasses.replace(engine_args_of(args), load_format="dummy")
     tokenizer = engine_args.load_tokenizer()
     ids = [1] if tokenizer is None else tokenizer.encode(_TEXT, add_special_tokens=False)

@@ -1,6 +1,7 @@
 """Worker: the devices of one process, from bare to serving.
 
 The order matters: init_device → load_model → determine_available_memory → init_kv_cache → compile_and_warm_up.
+Instead of load_model: build_model, then load_weights beside determine_available_memory and compile_first.
 """
 
 import dataclasses
@@ -251,13 +252,7 @@ class Worker:
         self.runner.finish_compilation()
 
     def built_for(self) -> dict[str, str]:
-        """All that the compiled programs depend on, by name.
-
-        Raises:
-            ValueError: if none are kept.
-        """
-        if self.config.compilation_cache_dir is None:
-            raise ValueError(f"no programs can be kept with attention_backend {self.config.attention_backend!r} on this machine")
+        """All that the compiled programs depend on, by name."""
         return self.runner.facts()
 
     def start_model(self, scheduler_output: SchedulerOutput) -> StepInFlight:

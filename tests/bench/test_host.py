@@ -72,3 +72,8 @@ def test_the_null_device_answers_as_a_device_does(model: str) -> None:
 def test_wrong_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["host", *flags]) == 2
     assert f"{flags[0]} must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_several_decodes_a_dispatch_are_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["host", "--model", model, "--num-decode-steps", "4"]) == 2
+    assert "--num-decode-steps must be 1 here, got 4" in capsys.readouterr().err

@@ -61,6 +61,29 @@ def test_larger_steps_stand_in_for_smaller_ones(tmp_path: Path, monkeypatch: pyt
         assert llm.collective_rpc("num_compiles_after_warm_up") == [0]
 
 
+def test_several_decodes_a_dispatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, lower = threading.Event(), ModelRunner._lower
+
+    def slow(self, bucket, name):
+        assert bucket in self.buckets.largest or go_on.wait(60)
+        return lower(self, bucket, name)
+
+    monkeypatch.setattr(ModelRunner, "_lower", slow)
+    with start(tmp_path, num_decode_steps=2, cudagraph_capture_sizes=[1]) as llm:
+        runner, used = runner_of(llm), []
+        run = runner._run
+        monkeypatch.setattr(runner, "_run", lambda bucket, vector: used.append(str(bucket)) or run(bucket, vector))
+        early = answer(llm)
+        assert set(used) - {"decode 4"} == {"mixed 8", "decode 4 x 2"}
+        go_on.set()
+        llm.collective_rpc("finish_compilation")
+        assert sorted(map(str, runner.ready)) == ["decode 1", "decode 1 x 2", "decode 4", "decode 4 x 2", "mixed 8"]
+        used.clear()
+        assert answer(llm) == early
+        assert "decode 1 x 2" in used
+        assert llm.collective_rpc("num_compiles_after_warm_up") == [0]
+
+
 def test_a_step_that_does_not_compile_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -80,6 +80,10 @@ def test_buckets_of_several_steps():
     assert buckets.choose_multi_step(3) == Bucket(4, 4, True, 4)
     assert set(buckets) == {*buckets.decode, *buckets.multi_step, *buckets.mixed}
     assert Buckets(8, 16).multi_step == []
+    assert [str(b) for b in buckets.largest] == ["mixed 16", "decode 8", "decode 8 x 4"]
+    assert len(buckets) == len(list(buckets))
+    ready = {*buckets.largest, buckets.multi_step[1], *buckets.decode}
+    assert [str(buckets.choose_multi_step(rows, ready)) for rows in (1, 2, 3)] == ["decode 2 x 4", "decode 2 x 4", "decode 8 x 4"]
 
 
 LENGTHS = json.loads((Path(__file__).parents[1] / "data" / "sharegpt_like_lengths.json").read_text())["lengths"]
