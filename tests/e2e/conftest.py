@@ -43,9 +43,31 @@ MakeLLM = Callable[..., LLM]
 
 
 @pytest.fixture(scope="module")
-def make_tiny(tiny_model: str, compiled: str) -> Iterator[MakeLLM]:
-    """Make engines with the same random weights; they end with the test module."""
+def made() -> Iterator[list[LLM]]:
+    """The engines of `make_tiny`."""
     made: list[LLM] = []
+    yield made
+    for llm in made:
+        llm.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _engines_of_a_test_end_with_it(request: pytest.FixtureRequest) -> Iterator[None]:
+    """XLA:CPU maps each function of a program by itself, and Linux allows a process 65530 mappings: few dozen engines."""
+    if "make_tiny" not in request.fixturenames:
+        yield
+        return
+    made = request.getfixturevalue("made")
+    num_before = len(made)  # those of the module's own fixtures, which are set up before
+    yield
+    for llm in made[num_before:]:
+        llm.shutdown()
+    del made[num_before:]
+
+
+@pytest.fixture(scope="module")
+def make_tiny(tiny_model: str, compiled: str, made: list[LLM]) -> MakeLLM:
+    """Make engines with the same random weights; they end with the test, or the module if a fixture of its makes them."""
 
     def make(**kwargs: Any) -> LLM:
         # The largest bucket of each kind alone, unless a test asks for more: compiling is most of the time of these tests.
@@ -63,9 +85,7 @@ def make_tiny(tiny_model: str, compiled: str) -> Iterator[MakeLLM]:
         made.append(llm)
         return llm
 
-    yield make
-    for llm in made:
-        llm.shutdown()
+    return make
 
 
 @pytest.fixture(scope="session")

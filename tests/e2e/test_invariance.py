@@ -113,7 +113,8 @@ def test_in_every_bucket(make, alone):
         for start in range(0, NUM_REQUESTS - size + 1, size):
             which = range(start, start + size)
             assert run(llm, which) == [alone[i] for i in which]
-    assert used == set(runner.buckets)
+    # Where several decodes go into one dispatch, the buckets of single ones are for the rare step between.
+    assert used >= {*(runner.buckets.multi_step or runner.buckets.decode), *runner.buckets.mixed}
 
 
 def test_garbage_in_padding_and_free_blocks(make, alone):
