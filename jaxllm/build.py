@@ -38,11 +38,11 @@ def build(args: EngineArgs, out: str) -> Path:
         raise ValueError(
             f"programs are built for one process, got distributed_executor_backend 'mp' with {parallel.num_workers} workers"
         )
-    import jax
-
+    # These import jax.
     from jaxllm.executor.uniproc import UniProcExecutor
+    from jaxllm.worker.compile_cache import forget_programs
 
-    jax.clear_caches()  # what this process has compiled before would not come into the folder
+    forget_programs()
     executor = UniProcExecutor(config)
     try:
         # The whole start, so that what is compiled beside the steps is there too.

@@ -28,6 +28,11 @@ def enable_persistent_cache(directory: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
+def forget_programs() -> None:
+    """Have jax compile, or load, everything anew: what is in its memory would not come into a new cache directory."""
+    jax.clear_caches()
+
+
 class CompileCounter:
     """Counts the programs that this process compiles, or loads from the persistent cache, from its start on.
 
