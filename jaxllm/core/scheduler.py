@@ -5,55 +5,18 @@ Plain Python over integers: no jax, no clock, no I/O. Times are arguments and go
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from jaxllm.config import CacheConfig, SchedulerConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig
-from jaxllm.core.kv_cache_manager import BlockIds, KVCacheManager
+from jaxllm.core.kv_cache_manager import KVCacheManager
 from jaxllm.core.kv_cache_utils import BlockHasher
 from jaxllm.core.multi_step import decode_counts
 from jaxllm.core.output import CachedRequestData, LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxllm.core.request import Request, RequestStatus
 from jaxllm.core.request_queue import create_request_queue
+from jaxllm.core.scheduled_step import ScheduledStep
 from jaxllm.core.stop_check import check_stop
 from jaxllm.core.types import EngineCoreOutput, EngineCoreOutputs, EventType, SchedulerStats
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step being put together.
-
-    Attributes:
-        token_budget: tokens that may still be scheduled.
-        max_rows: most requests.
-        max_tokens_per_request: most tokens of one request.
-        running: requests scheduled from the running list, in order.
-        admitted: requests scheduled from the queue, in order.
-        num_scheduled_tokens: request id → tokens, in the order of scheduling.
-        new_block_ids: of requests in `running` that got blocks.
-        num_decode_steps: as in SchedulerOutput.
-    """
-
-    token_budget: int
-    max_rows: int
-    max_tokens_per_request: int
-    timestamp: float
-    running: list[Request] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    preempted_req_ids: set[str] = field(default_factory=set)
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    new_block_ids: dict[str, BlockIds] = field(default_factory=dict)
-    spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
-    num_decode_steps: int = 1
-
-    def take_back(self, request: Request) -> None:
-        """Unschedule a request from the running list, if it was scheduled."""
-        num_tokens = self.num_scheduled_tokens.pop(request.request_id, 0)
-        if num_tokens:
-            self.token_budget += num_tokens
-            self.running.remove(request)
-            self.new_block_ids.pop(request.request_id, None)
-            self.spec_decode_tokens.pop(request.request_id, None)
 
 
 class Scheduler:
@@ -147,7 +110,7 @@ class Scheduler:
         scheduled before this one's output is known. `update_from_output` takes back what was rejected.
         """
         config = self.config
-        step = _Step(
+        step = ScheduledStep(
             token_budget=config.max_num_batched_tokens,
             # The stages of a pipeline work on different requests, so each step leaves some for the others.
             max_rows=-(-min(len(self.requests), config.max_num_seqs) // config.num_pipeline_stages),
@@ -166,7 +129,7 @@ class Scheduler:
         self._update_after_schedule(step.admitted, output)
         return output
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, step: ScheduledStep) -> None:
         allocate_slots = self.kv_cache_manager.allocate_slots
         num_lookahead_tokens = self.config.num_lookahead_tokens
         max_num_computed_tokens = self.max_model_len - 1
@@ -216,7 +179,7 @@ class Scheduler:
                 request.spec_token_ids = []
             index += 1
 
-    def _schedule_waiting(self, step: _Step) -> None:
+    def _schedule_waiting(self, step: ScheduledStep) -> None:
         manager, waiting = self.kv_cache_manager, self.waiting
         skipped: list[Request] = []
         num_scheduled_tokens, max_num_seqs = step.num_scheduled_tokens, self.config.max_num_seqs
@@ -259,7 +222,7 @@ class Scheduler:
             step.token_budget -= num_new_tokens
         waiting.prepend_all(skipped)
 
-    def _schedule_further_decodes(self, step: _Step) -> None:
+    def _schedule_further_decodes(self, step: ScheduledStep) -> None:
         """Let a step of nothing but decodes go on for several tokens a request, unless somebody waits: it would wait longer."""
         if self.waiting or step.admitted or step.preempted_req_ids or step.spec_decode_tokens:
             return
@@ -276,7 +239,7 @@ class Scheduler:
             step.token_budget -= num_tokens - step.num_scheduled_tokens[request_id]
             step.num_scheduled_tokens[request_id] = num_tokens
 
-    def _make_output(self, step: _Step) -> SchedulerOutput:
+    def _make_output(self, step: ScheduledStep) -> SchedulerOutput:
         req_ids = [request.request_id for request in step.running]
         output = SchedulerOutput(
             scheduled_new_reqs=[

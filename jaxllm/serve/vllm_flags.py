@@ -19,7 +19,6 @@ NOTED: dict[str, str] = {
     "--language-model-only": "models take text only",
     "--compilation-config": "every step is compiled, a program a bucket",
     "--optimization-level": "every step is compiled, a program a bucket",
-    "--cudagraph-capture-sizes": "every step is compiled, a program a bucket",
     "--max-cudagraph-capture-size": "every step is compiled, a program a bucket",
     "--performance-mode": "every step is compiled, a program a bucket",
     "--disable-custom-all-reduce": "XLA chooses its collectives",

@@ -1,5 +1,6 @@
 """The command line: flags, files, and what vLLM's flags do."""
 
+import argparse
 import dataclasses
 import json
 import logging
@@ -125,6 +126,9 @@ def test_flags_of_vllm():
     ]  # fmt: skip
     assert all("has no effect: " in note for note in notes)
     assert not NOTED.keys() & REFUSED.keys()
+    # Neither says that a flag which jaxllm has does nothing: `add_vllm_flags` adds what is missing, so it must be missing.
+    added = {option for action in make_parser()._actions if action.dest == argparse.SUPPRESS for option in action.option_strings}
+    assert added >= NOTED.keys() | REFUSED.keys()
     known = {option for action in make_parser()._actions for option in action.option_strings}
     assert known >= NOTED.keys() | REFUSED.keys()
     assert all(why for why in NOTED.values())

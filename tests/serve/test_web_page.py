@@ -99,9 +99,18 @@ def wait_until(done: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+# Time as the chat sees it: 100 ms more whenever it looks, however busy the machine is.
+CHAT_CLOCK = """() => {
+    const now = performance.now.bind(performance);
+    let looked = 0;
+    performance.now = () => (new Error().stack.includes("/app.js") ? 100 * looked++ : now());
+}"""
+
+
 def test_an_answer(open_page: Callable[..., Any], server: FakeServer) -> None:
     server.answer, server.ttft, server.itl = ANSWER, 0.05, 0.02
     page = open_page()
+    page.evaluate(CHAT_CLOCK)
     expect(page.get_by_label("Model")).to_have_text("tiny")
     ask(page, "What is the <i>capital</i>?")
     turn = finished(page)
@@ -114,9 +123,8 @@ def test_an_answer(open_page: Callable[..., Any], server: FakeServer) -> None:
     assert answer.locator("> p").last.inner_text() == "<b>x</b>"
     assert answer.locator("b").count() == 0
     figures = turn.locator(".meta").inner_text()
-    assert re.search(r"4 prompt tokens\s+7 tokens\s+\d+\.\d tokens/s\s+first after \d+ ms\s+reached the most tokens", figures)
-    # 6 gaps of at least 20 ms.
-    assert float(re.search(r"([\d.]+) tokens/s", figures)[1]) <= 50  # type: ignore[index]
+    # It looks when it sends and at each of 7 pieces: 6 tokens after the first one in 600 ms.
+    assert re.search(r"4 prompt tokens\s+7 tokens\s+10\.0 tokens/s\s+first after 100 ms\s+reached the most tokens", figures)
     (body,) = chats(server)
     assert body == {
         "model": "tiny",
