@@ -105,6 +105,7 @@ def test_in_every_bucket(make, alone):
         max_num_batched_tokens=128,
         cudagraph_capture_sizes=[1, 2, 5],
         compile_sizes=[24, 50],
+        background_compilation=False,
     )
     runner, used = runner_of(llm), set()
     original = runner._run
