@@ -55,11 +55,20 @@ def mosaic_config(group: int, num_kv_heads: int, head_dim: int, platform: str) -
 
 
 def mosaic_refusal(
-    *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: jnp.dtype, max_decode_queries: int
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: jnp.dtype,
+    cache_dtype: jnp.dtype,
+    max_decode_queries: int,
 ) -> str | None:
     """Why the Mosaic GPU kernels cannot serve such a call, on whatever device; None if they can."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype).name} is not bfloat16 or float16"
+    if jnp.dtype(cache_dtype) != jnp.dtype(dtype):
+        return f"the KV cache is {jnp.dtype(cache_dtype).name}, not {jnp.dtype(dtype).name} as the queries are"
     if head_dim not in HEAD_DIMS:
         return f"head size {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if block_size not in BLOCK_SIZES:
