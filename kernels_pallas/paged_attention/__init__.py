@@ -64,7 +64,13 @@ def plan_attention(
 
 
 def _mosaic_config(call: Call) -> MosaicConfig:
-    return mosaic_config(call.num_heads // call.num_kv_heads, call.num_kv_heads, call.head_dim, target_platform())
+    return mosaic_config(
+        call.num_heads // call.num_kv_heads,
+        call.num_kv_heads,
+        call.head_dim,
+        target_platform(),
+        fp8_cache=is_fp8(jnp.dtype(call.cache_dtype or call.dtype)),
+    )
 
 
 def paged_attention(
@@ -175,6 +181,7 @@ def paged_attention(
         config=_mosaic_config(call),
         options=options,
         sinks=sinks,
+        scales=scales,
         decode_only=decode_only,
         max_decode_queries=max_decode_queries,
         interpret=interpreter() if target_platform() == "cpu" else None,
