@@ -194,7 +194,7 @@ class DecoderConfig:
                 raise ValueError(f"the model config of {architecture} lacks {name!r}")
             return hf[name]
 
-        if hf.get("quantization_config"):
+        if hf.get("quantization_config") and not has_fp8_kv_cache(hf):
             raise ValueError(f"quantized checkpoints are not supported, got quantization_config {hf['quantization_config']!r}")
         bias = bool(hf.get("attention_bias", False))
         num_layers, num_heads = need("num_hidden_layers"), need("num_attention_heads")
@@ -226,6 +226,17 @@ class DecoderConfig:
             sliding_windows=_sliding_windows(hf, architecture, num_layers),
             **fields,
         )
+
+
+def has_fp8_kv_cache(hf: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is quantized for an fp8 KV cache and nothing else: plain weights, and scales for the cache.
+
+    That is how compressed-tensors says so.
+    """
+    quantization = hf.get("quantization_config") or {}
+    scheme = quantization.get("kv_cache_scheme") or {}
+    kind = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    return not quantization.get("config_groups") and bool(scheme) and all(scheme.get(key) == kind[key] for key in kind)
 
 
 def _sliding_windows(hf: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
