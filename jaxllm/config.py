@@ -16,7 +16,8 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 ExecutorBackend = Literal["uni", "mp"]
 DataParallelRouting = Literal["load", "prefix"]
 DataParallelBackend = Literal["mp", "ray"]
-ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+CacheDType = Literal["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3"]
+ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:
@@ -193,7 +194,7 @@ class DecoderConfig:
                 raise ValueError(f"the model config of {architecture} lacks {name!r}")
             return hf[name]
 
-        if hf.get("quantization_config"):
+        if hf.get("quantization_config") and not has_fp8_kv_cache(hf):
             raise ValueError(f"quantized checkpoints are not supported, got quantization_config {hf['quantization_config']!r}")
         bias = bool(hf.get("attention_bias", False))
         num_layers, num_heads = need("num_hidden_layers"), need("num_attention_heads")
@@ -227,6 +228,17 @@ class DecoderConfig:
         )
 
 
+def has_fp8_kv_cache(hf: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is quantized for an fp8 KV cache and nothing else: plain weights, and scales for the cache.
+
+    That is how compressed-tensors says so.
+    """
+    quantization = hf.get("quantization_config") or {}
+    scheme = quantization.get("kv_cache_scheme") or {}
+    kind = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    return not quantization.get("config_groups") and bool(scheme) and all(scheme.get(key) == kind[key] for key in kind)
+
+
 def _sliding_windows(hf: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
     window = hf.get("sliding_window")
     if architecture == "LlamaForCausalLM" or (architecture.startswith("Qwen") and not hf.get("use_sliding_window", False)):
@@ -251,7 +263,7 @@ class ModelConfig:
         model: what the user asked for.
         path: the folder or file that it resolved to.
         decoder: its shape.
-        dtype: of weights, activations and KV cache.
+        dtype: of weights and activations, and of the KV cache unless CacheConfig says otherwise.
         max_model_len: longest prompt plus output, tokens.
         eos_token_ids: the first ends a request; the others act as stop token ids.
         max_logprobs: most log probabilities a request may ask for; -1 for the whole vocabulary.
@@ -296,6 +308,7 @@ class CacheConfig:
         kv_cache_memory_bytes: bytes of KV cache a device, instead of what `gpu_memory_utilization` leaves.
         num_gpu_blocks_override: number of blocks, instead of either.
         watermark: the share of the blocks that admission leaves free.
+        cache_dtype: of the numbers kept; "auto" is the model's, "fp8" is "fp8_e4m3".
     """
 
     block_size: int = 32
@@ -304,9 +317,11 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
     watermark: float = 0.0
+    cache_dtype: CacheDType = "auto"
 
     def __post_init__(self) -> None:
         check_at_least("block_size", self.block_size, 1)
+        check_choice("kv_cache_dtype", self.cache_dtype, CacheDType)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
         if not 0.0 <= self.watermark < 1.0:
@@ -508,6 +523,13 @@ class EngineConfig:
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     profile_dir: str | None = None
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """Of the KV cache's numbers: one of DType, or "float8_e4m3fn"."""
+        if self.cache.cache_dtype == "auto":
+            return self.model.dtype
+        return "float8_e4m3fn" if self.cache.cache_dtype.startswith("fp8") else self.cache.cache_dtype
 
     def __post_init__(self) -> None:
         check_at_least("stream_interval", self.stream_interval, 1)

@@ -164,3 +164,41 @@ def test_flags_of_scheduling_and_profiling(model):
 def test_wrong_multi_step_arguments(model, wrong, message):
     with pytest.raises(ValueError, match=message):
         make(model, **wrong)
+
+
+KV_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
+
+
+def quantized(**fields) -> dict:
+    return {
+        "quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": KV_SCHEME, **fields}
+    }
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "expected"),
+    [("auto", "bfloat16"), ("fp8", "float8_e4m3fn"), ("fp8_e4m3", "float8_e4m3fn"), ("float16", "float16")],
+)
+def test_the_type_of_the_kv_cache(model, kv_cache_dtype, expected):
+    assert make(model, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype).kv_cache_dtype == expected
+
+
+def test_a_checkpoint_for_an_fp8_kv_cache_gets_one(model):
+    overrides = quantized()
+    assert make(model, hf_overrides=overrides).kv_cache_dtype == "float8_e4m3fn"
+    assert make(model, hf_overrides=overrides, kv_cache_dtype="bfloat16").kv_cache_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"config_groups": {"group_0": {}}}, {"kv_cache_scheme": None}, {"kv_cache_scheme": {**KV_SCHEME, "num_bits": 4}}],
+)
+def test_other_quantized_checkpoints_are_refused(model, fields):
+    with pytest.raises(ValueError, match="quantized checkpoints are not supported"):
+        make(model, hf_overrides=quantized(**fields))
+
+
+@pytest.mark.parametrize("value", ["fp8_e5m2", "int8", "float8_e4m3fn", ""])
+def test_other_types_of_the_kv_cache_are_refused(model, value):
+    with pytest.raises(ValueError, match=f"kv_cache_dtype must be one of 'auto', .*'fp8_e4m3', got '{value}'"):
+        make(model, kv_cache_dtype=value)

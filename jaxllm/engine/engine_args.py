@@ -21,6 +21,7 @@ from jaxllm.config import (
     SchedulerConfig,
     check_at_least,
     check_choice,
+    has_fp8_kv_cache,
 )
 from jaxllm.cuda import cuda_is_usable
 from jaxllm.engine.data_parallel_args import local_engines
@@ -102,6 +103,8 @@ class EngineArgs:
         gpu_memory_utilization: the share of a device's memory for weights, temporaries and KV cache.
         kv_cache_memory_bytes: bytes of KV cache a device, instead of what gpu_memory_utilization leaves.
         num_gpu_blocks_override: blocks of the KV cache, instead of either.
+        kv_cache_dtype: of the KV cache's numbers: bfloat16, float16, float32, or fp8 (the same as fp8_e4m3) with the scales that
+            the checkpoint has, else 1; "auto" is the model's dtype, or fp8 if the checkpoint is quantized for that.
         enable_prefix_caching: reuse the blocks of prompts that begin alike.
         watermark: the share of the blocks that admission leaves free.
         max_num_seqs: most requests running at once; by default by device.
@@ -170,6 +173,7 @@ class EngineArgs:
     gpu_memory_utilization: float = 0.92
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
+    kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     watermark: float = 0.0
     max_num_seqs: int | None = None
@@ -278,6 +282,7 @@ class EngineArgs:
                 num_gpu_blocks_override=self.num_gpu_blocks_override,
                 enable_prefix_caching=self.enable_prefix_caching,
                 watermark=self.watermark,
+                cache_dtype=self._cache_dtype(source),  # type: ignore[arg-type]  # checked at birth
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=seqs,
@@ -369,6 +374,11 @@ class EngineArgs:
         if found.get("max_new_tokens") is not None:
             defaults["max_tokens"] = found["max_new_tokens"]
         return defaults
+
+    def _cache_dtype(self, source: ModelSource) -> str:
+        """vLLM's rule: a checkpoint that is quantized for an fp8 cache gets one unless another is named."""
+        hf = {**source.hf_config, **(self.hf_overrides or {})}
+        return "fp8" if self.kv_cache_dtype == "auto" and has_fp8_kv_cache(hf) else self.kv_cache_dtype
 
     def _executor_backend(self) -> str:
         if self.distributed_executor_backend is not None:

@@ -69,12 +69,17 @@ class Attention(nnx.Module):
         dtype: jnp.dtype,
         mesh: Mesh | None,
         backend: str,
+        fp8_cache: bool = False,
     ) -> None:
-        """`qk_norm_eps`: epsilon of the norms of q and k heads; None for no such norms. `num_kv_heads`: after any repetition."""
+        """`qk_norm_eps`: epsilon of the norms of q and k heads; None for no such norms. `num_kv_heads`: after any repetition.
+
+        `fp8_cache`: the KV cache holds 8-bit numbers, with the scales `kv_scale`: `num_stripes` stripes [k_s | v_s] of them.
+        """
         self.qkv = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, use_bias=qkv_bias, dtype=dtype)
         self.out = Linear(num_heads * head_dim, hidden_size, use_bias=out_bias, dtype=dtype)
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
+        self.kv_scale = nnx.Param(jnp.ones(2 * num_kv_heads, jnp.float32)) if fp8_cache else None
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.sliding_window = sliding_window
         self.kv_group = kv_group
@@ -92,16 +97,18 @@ class Attention(nnx.Module):
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         attend = partial(
             _write_and_attend,
+            num_stripes=self.num_stripes if self.mesh is None else 1,
             sliding_window=self.sliding_window,
             decode_only=metadata.decode_only,
             backend=self.backend,
         )
         if self.mesh is not None:
             heads, cache, whole = spec_of((None, "heads", None)), spec_of(KV_CACHE_AXES), PartitionSpec()
+            scales = spec_of(("heads",))
             attend = jax.shard_map(
                 attend,
                 mesh=self.mesh,
-                in_specs=(heads, heads, heads, cache, whole, whole, whole, whole, whole, whole),
+                in_specs=(heads, heads, heads, cache, scales, whole, whole, whole, whole, whole, whole),
                 out_specs=(heads, cache),
                 check_vma=False,
             )
@@ -110,6 +117,7 @@ class Attention(nnx.Module):
             k,
             v,
             kv_cache,
+            None if self.kv_scale is None else self.kv_scale[...],
             metadata.slot_mapping[self.kv_group],
             metadata.block_tables[self.kv_group],
             metadata.seq_lens,
@@ -119,8 +127,13 @@ class Attention(nnx.Module):
         )
         return self.out(attended.reshape(x.shape[0], -1)), kv_cache
 
-    def plan(self, metadata: AttentionMetadata, block_size: int, dtype: jnp.dtype) -> AttentionPlan | None:
-        """`metadata.plan` of the layers with this one's shapes and window."""
+    def plan(self, metadata: AttentionMetadata, kv_cache: jax.Array, dtype: jnp.dtype) -> AttentionPlan | None:
+        """`metadata.plan` of the layers with this one's shapes and window.
+
+        Args:
+            kv_cache: of such a layer, [N, 2, K, B, D]; its shape and type.
+            dtype: of the queries.
+        """
         pages = metadata.block_tables.shape[2]
         stripes = 1 if self.mesh is None else self.num_stripes
         shape = (self.num_heads // stripes, self.num_kv_heads // stripes, self.head_dim)
@@ -129,8 +142,8 @@ class Attention(nnx.Module):
             metadata.query_start_loc,
             metadata.num_decodes,
             num_tokens=metadata.positions.shape[0],
-            max_context=pages * block_size,
-            call=Call(*shape, block_size, jnp.dtype(dtype).name),
+            max_context=pages * kv_cache.shape[3],
+            call=Call(*shape, kv_cache.shape[3], jnp.dtype(dtype).name, cache_dtype=kv_cache.dtype.name),
             sliding_window=self.sliding_window,
             decode_only=metadata.decode_only,
             implementation=self.backend,
@@ -151,6 +164,7 @@ def _write_and_attend(
     k: jax.Array,
     v: jax.Array,
     kv_cache: jax.Array,
+    kv_scale: jax.Array | None,
     slot_mapping: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
@@ -158,11 +172,15 @@ def _write_and_attend(
     num_decodes: jax.Array,
     plan: AttentionPlan | None,
     *,
+    num_stripes: int,
     sliding_window: int | None,
     decode_only: bool,
     backend: str,
 ) -> tuple[jax.Array, jax.Array]:
-    kv_cache = write_kv(kv_cache, k, v, slot_mapping)
+    k_scale = v_scale = None
+    if kv_scale is not None:
+        k_scale, v_scale = kv_scale.reshape(num_stripes, 2, -1).swapaxes(0, 1).reshape(2, -1)
+    kv_cache = write_kv(kv_cache, k, v, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     attended = paged_attention(
         q,
         kv_cache,
@@ -172,6 +190,8 @@ def _write_and_attend(
         num_decodes,
         scale=q.shape[-1] ** -0.5,
         sliding_window=sliding_window,
+        k_scale=k_scale,
+        v_scale=v_scale,
         decode_only=decode_only,
         plan=plan,
         implementation=backend,

@@ -47,6 +47,18 @@ class Part:
 
 
 @dataclass(frozen=True)
+class ScalePart(Part):
+    """Scales of quantized numbers: positive. A checkpoint may have a single one for all rows, of any shape, or none, which is 1
+    for all; padding rows are 1 too.
+
+    Attributes:
+        other_names: that checkpoints also have for it.
+    """
+
+    other_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """One parameter of a model.
 

@@ -34,6 +34,7 @@ class DecoderLayer(nnx.Module):
         num_stripes: int,
         mesh: Mesh | None,
         attention_backend: str,
+        fp8_cache: bool,
     ) -> None:
         norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.attention_norm = norm()
@@ -51,6 +52,7 @@ class DecoderLayer(nnx.Module):
             dtype=dtype,
             mesh=mesh,
             backend=attention_backend,
+            fp8_cache=fp8_cache,
         )
         self.mlp_norm = norm()
         self.mlp = GatedMLP(
@@ -104,6 +106,7 @@ class Decoder(nnx.Module):
         mesh: Mesh | None = None,
         attention_backend: str = "auto",
         layers: range | None = None,
+        fp8_cache: bool = False,
     ) -> None:
         """Parameters are zeros (scales ones): see `jaxllm.models.graph` for how weights get in.
 
@@ -113,6 +116,7 @@ class Decoder(nnx.Module):
             mesh: the devices, from `sharding.mesh.make_mesh(tensor=num_stripes)`; None for one device.
             attention_backend: `implementation` of `paged_attention`.
             layers: of this stage; None for all.
+            fp8_cache: the KV cache holds 8-bit numbers, whose scales are parameters.
 
         Raises:
             ValueError: if `num_stripes` is below 1, or `kv_groups` does not fit.
@@ -137,6 +141,7 @@ class Decoder(nnx.Module):
                 num_stripes=num_stripes,
                 mesh=mesh,
                 attention_backend=attention_backend,
+                fp8_cache=fp8_cache,
             )
             for window, (group, _) in zip(config.sliding_windows[layers.start : layers.stop], kv_groups, strict=True)
         )
@@ -160,7 +165,7 @@ class Decoder(nnx.Module):
         for layer, array in zip(self.layers, self.array_of_layer, strict=True):
             window = layer.attention.sliding_window
             if window not in plans:
-                plans[window] = layer.attention.plan(metadata, caches[array].shape[3], x.dtype)
+                plans[window] = layer.attention.plan(metadata, caches[array], x.dtype)
             metadata = dataclasses.replace(metadata, plan=plans[window])
             graphdef, state = nnx.split(layer)
             x, caches[array] = _run_layer(graphdef, state, x, caches[array], metadata, cos, sin)
@@ -174,13 +179,16 @@ class Decoder(nnx.Module):
         return jnp.where(jnp.arange(logits.shape[1]) < self.config.vocab_size, logits, -jnp.inf)
 
     @staticmethod
-    def param_specs(config: DecoderConfig, dtype: str, num_stripes: int = 1, layers: range | None = None) -> list[ParamSpec]:
+    def param_specs(
+        config: DecoderConfig, dtype: str, num_stripes: int = 1, layers: range | None = None, *, fp8_cache: bool = False
+    ) -> list[ParamSpec]:
         """Every parameter and the checkpoint tensors that it is made of.
 
         Args:
             layers: of a stage, whose parameters alone are given; their paths count the layers of the whole model.
+            fp8_cache: as in the constructor.
         """
-        return decoder_params.param_specs(config, dtype, num_stripes, layers)
+        return decoder_params.param_specs(config, dtype, num_stripes, layers, fp8_cache=fp8_cache)
 
     @staticmethod
     def padded_vocab_size(config: DecoderConfig, num_stripes: int = 1) -> int:
@@ -199,5 +207,5 @@ class Decoder(nnx.Module):
 
     @staticmethod
     def kv_cache_specs(config: DecoderConfig, block_size: int, dtype: str, num_stripes: int = 1) -> list[KVCacheSpec]:
-        """What each layer keeps in the KV cache."""
+        """What each layer keeps in the KV cache, whose numbers are of `dtype`."""
         return decoder_params.kv_cache_specs(config, block_size, dtype, num_stripes)

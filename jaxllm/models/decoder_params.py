@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jaxllm.config import ITEMSIZE, DecoderConfig
 from jaxllm.core.kv_cache_interface import KVCacheSpec
-from jaxllm.layers.spec import ParamSpec, Part
+from jaxllm.layers.spec import ParamSpec, Part, ScalePart
 
 # The sampler looks at blocks of so many neighbouring tokens; no block may lie on two devices.
 VOCAB_BLOCK = 128
@@ -78,7 +78,9 @@ def kv_cache_specs(config: DecoderConfig, block_size: int, dtype: str, num_strip
 TIED_TABLE = "tied_embed.table"
 
 
-def param_specs(config: DecoderConfig, dtype: str, num_stripes: int, layers: range | None = None) -> list[ParamSpec]:
+def param_specs(
+    config: DecoderConfig, dtype: str, num_stripes: int, layers: range | None = None, *, fp8_cache: bool = False
+) -> list[ParamSpec]:
     shares = Shares.of(config, num_stripes)
     hidden, vocab = config.hidden_size, config.vocab_size
 
@@ -99,6 +101,8 @@ def param_specs(config: DecoderConfig, dtype: str, num_stripes: int, layers: ran
         if config.qk_norm:
             specs.append(vector(f"{path}.attention.q_norm.scale", config.head_dim, f"{name}.self_attn.q_norm.weight"))
             specs.append(vector(f"{path}.attention.k_norm.scale", config.head_dim, f"{name}.self_attn.k_norm.weight"))
+        if fp8_cache:
+            specs.append(_kv_scales(config, shares, num_stripes, f"{path}.attention", f"{name}.self_attn"))
         specs.append(vector(f"{path}.mlp_norm.scale", hidden, f"{name}.post_attention_layernorm.weight"))
         specs += _mlp(config, shares, dtype, num_stripes, f"{path}.mlp", f"{name}.mlp")
     if is_last:
@@ -112,7 +116,13 @@ def param_specs(config: DecoderConfig, dtype: str, num_stripes: int, layers: ran
 
 def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
     # Old Llama checkpoints carry the rotary frequencies; tied ones may carry the output head a second time.
-    patterns = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+    # Scales of quantized keys and values are of use to an 8-bit KV cache only, those of queries and weights of attention never.
+    patterns = (
+        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        r"model\.rotary_emb\.inv_freq",
+        r"model\.layers\.\d+\.self_attn\.(attn\.)?(q|k|v|prob)_scale",
+        r"model\.layers\.\d+\.self_attn\.(q_proj\.q|k_proj\.k|v_proj\.v|k_proj\.output|v_proj\.output)_scale",
+    )
     return (*patterns, r"lm_head\.weight") if config.tie_word_embeddings else patterns
 
 
@@ -152,6 +162,21 @@ def _attention(config: DecoderConfig, shares: Shares, dtype: str, num_stripes: i
     if config.attention_out_bias:
         specs.append(ParamSpec(f"{path}.out.bias", (hidden,), dtype, (None,), (Part(f"{name}.o_proj.bias", (hidden,)),)))
     return specs
+
+
+def _kv_scales(config: DecoderConfig, shares: Shares, num_stripes: int, path: str, name: str) -> ParamSpec:
+    """Of what an 8-bit KV cache holds, k's and v's, a number a KV head; float32 whatever the model is in."""
+    padding = shares.num_kv_heads - config.num_kv_heads * shares.repeat
+
+    def part(kind: str) -> ScalePart:
+        # As llm-compressor, vLLM itself, ModelOpt and AutoFP8 call them.
+        others = (f"attn.{kind}_scale", f"{kind}_proj.{kind}_scale", f"{kind}_proj.output_scale")
+        names = tuple(f"{name}.{other}" for other in others)
+        size = (config.num_kv_heads,)
+        return ScalePart(f"{name}.{kind}_scale", size, repeat=shares.repeat, padding=padding, other_names=names)
+
+    count = 2 * shares.num_kv_heads
+    return ParamSpec(f"{path}.kv_scale", (count,), "float32", ("heads",), (part("k"), part("v")), num_stripes=num_stripes)
 
 
 def _mlp(config: DecoderConfig, shares: Shares, dtype: str, num_stripes: int, path: str, name: str) -> list[ParamSpec]:

@@ -57,6 +57,7 @@ def build_model_graph(
     mesh: Mesh | None = None,
     attention_backend: str = "auto",
     layers: range | None = None,
+    fp8_cache: bool = False,
 ) -> ModelGraph:
     """Build a model abstractly; no parameter is allocated. Arguments as those of `Decoder`.
 
@@ -73,9 +74,10 @@ def build_model_graph(
             mesh=mesh,
             attention_backend=attention_backend,
             layers=layers,
+            fp8_cache=fp8_cache,
         )
     )
-    specs = tuple(cls.param_specs(config, dtype, num_stripes, layers))
+    specs = tuple(cls.param_specs(config, dtype, num_stripes, layers, fp8_cache=fp8_cache))
     index_of = {spec.path: index for index, spec in enumerate(specs)}
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)

@@ -57,7 +57,12 @@ def make_plan(
             "row_bytes": state_bytes(worker.runner.abstract_state()),
             "kv_cache_bytes": kv_cache.num_blocks * kv_cache.block_bytes // num_devices,
         },
-        "kv_cache": {"num_blocks": kv_cache.num_blocks - 1, "block_size": config.cache.block_size, "num_tokens": num_tokens},
+        "kv_cache": {
+            "dtype": config.kv_cache_dtype,
+            "num_blocks": kv_cache.num_blocks - 1,
+            "block_size": config.cache.block_size,
+            "num_tokens": num_tokens,
+        },
         "steps": [_step(bucket, program) for bucket, program in steps.items()],
         "roofline": {
             "context": context,
@@ -112,7 +117,7 @@ def plan_text(plan: dict[str, Any]) -> str:
         "Memory of a device, MiB",
         *(f"  {name:<24}{memory[f'{key}_bytes'] / MIB:>10,.0f}" for name, key in _MEMORY),
         f"  {'left for temporaries':<24}{_left(plan) / MIB:>10,.0f}",
-        f"KV cache: {cache['num_blocks']:,} blocks of {cache['block_size']}, {cache['num_tokens']:,} tokens",
+        f"KV cache in {cache['dtype']}: {cache['num_blocks']:,} blocks of {cache['block_size']}, {cache['num_tokens']:,} tokens",
     ]
     for step in plan["steps"]:
         lines += ["", *_step_lines(step)]

@@ -60,7 +60,7 @@ class Roofline:
             layer_flops=2 * layers,
             head_flops=2 * head,
             attention_flops=4.0 * decoder.num_heads / devices * decoder.head_dim * decoder.num_layers,
-            kv_bytes=2.0 * cache_heads * decoder.head_dim * itemsize * decoder.num_layers,
+            kv_bytes=2.0 * cache_heads * decoder.head_dim * ITEMSIZE[config.kv_cache_dtype] * decoder.num_layers,
             hidden_bytes=float(decoder.hidden_size * itemsize),
             num_layers=decoder.num_layers,
             sliding_windows=decoder.sliding_windows,

@@ -55,7 +55,7 @@ NOTED: dict[str, str] = {
 # Flag → (values that ask for nothing, why all others are refused).
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "--quantization": (("none", "None", "auto"), "weights are served as they are stored"),
-    "--kv-cache-dtype": (("auto",), "the KV cache has the model's own type"),
+    "--calculate-kv-scales": ((), "the scales of an fp8 KV cache come from the checkpoint"),
     "--runner": (("auto", "generate"), "models generate text"),
     "--convert": (("auto", "none"), "models generate text"),
     "--task": (("auto", "generate"), "models generate text"),

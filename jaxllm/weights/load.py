@@ -1,5 +1,6 @@
 """Fill a model's parameters from a checkpoint: strictly, streamed, to each device its own slice."""
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,8 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxllm.layers.spec import ParamSpec, Part
+from jaxllm.layers.spec import ParamSpec, Part, ScalePart
 from jaxllm.weights.reader import FLOAT_TYPES, TensorReader, aligned_empty, dtype_of, float16_overflow, open_reader
+from jaxllm.weights.scales import CompletedReader
 from jaxllm.weights.source import ModelSource
 
 Item = TypeVar("Item")
@@ -48,16 +50,20 @@ def load_params(
     """
     shardings = complete_shardings(specs, shardings)
     with_progress = _progress_bar(len(specs)) if progress else iter
-    if source.kind == "orbax":
-        from jaxllm.weights.orbax import OrbaxReader, restore_params
-
-        orbax = OrbaxReader(source.path)
-        check_tensors(orbax, specs, ignore)
-        return dict(with_progress(restore_params(orbax, specs, shardings)))
-    reader = open_reader(source)
+    opened = open_reader(source)
+    reader = CompletedReader(opened, specs)
     check_tensors(reader, specs, ignore)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS), thread_name_prefix="weights") as pool:
-        return dict(with_progress(_read_params(reader, specs, shardings, pool)))
+        if source.kind != "orbax":
+            return dict(with_progress(_read_params(reader, specs, shardings, pool)))
+        from jaxllm.weights.orbax import OrbaxReader, restore_params
+
+        assert isinstance(opened, OrbaxReader)
+        # Scales are too small to be worth a restoration, and may have to be made.
+        scales = [spec for spec in specs if _has_scales(spec)]
+        restored = restore_params(opened, [spec for spec in specs if not _has_scales(spec)], shardings)
+        params = dict(with_progress(itertools.chain(restored, _read_params(reader, scales, shardings, pool))))
+        return {spec.path: params[spec.path] for spec in specs}
 
 
 def check_tensors(reader: TensorReader, specs: Sequence[ParamSpec], ignore: Sequence[str] = ()) -> None:
@@ -78,6 +84,10 @@ def check_tensors(reader: TensorReader, specs: Sequence[ParamSpec], ignore: Sequ
         else:
             continue
         raise ValueError(f"tensor {name} of {reader.where(name)} has {found}")
+
+
+def _has_scales(spec: ParamSpec) -> bool:
+    return all(isinstance(part, ScalePart) for part in spec.parts)
 
 
 def complete_shardings(specs: Sequence[ParamSpec], shardings: Mapping[str, Sharding] | None) -> Mapping[str, Sharding]:
@@ -172,7 +182,7 @@ def read_slice(reader: TensorReader, spec: ParamSpec, index: tuple[slice, ...], 
     shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, spec.shape, strict=True))
     out = aligned_empty(shape, dtype_of(spec.dtype))
     if any(part.is_padded for part in spec.parts):
-        out[...] = 0
+        out[...] = 1 if _has_scales(spec) else 0
     target = out.T if spec.transpose else out
 
     def read(piece: Piece) -> None:

@@ -16,6 +16,12 @@ def kv_cache_shape(config: KVCacheConfig) -> tuple[int, int, int, int, int]:
     return (config.num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
 
 
+def array_dtype(dtype: str, platform: str) -> str:
+    """The type of the arrays whose numbers are of `dtype`. On a CPU, uint8 with the bits of 8-bit floating point numbers, which
+    XLA leaves in place there; see `kernels_pallas.fp8`."""
+    return "uint8" if dtype == "float8_e4m3fn" and platform == "cpu" else dtype
+
+
 def abstract_kv_caches(
     config: KVCacheConfig, dtype: str, sharding: jax.sharding.Sharding, num_arrays: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:

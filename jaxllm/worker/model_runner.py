@@ -22,7 +22,7 @@ from jaxllm.worker.batch import BatchLayout
 from jaxllm.worker.buckets import Bucket, Buckets
 from jaxllm.worker.compile_cache import BackgroundCompiler, CompileCounter, compile_all
 from jaxllm.worker.input_batch import InputBatch
-from jaxllm.worker.kv_cache import abstract_kv_caches, allocate_kv_caches, max_blocks_per_request
+from jaxllm.worker.kv_cache import abstract_kv_caches, allocate_kv_caches, array_dtype, max_blocks_per_request
 from jaxllm.worker.processes import replicate
 from jaxllm.worker.program_cache import ProgramCache, step_options
 from jaxllm.worker.prompt_logprobs import PromptChunk, PromptLogprobs
@@ -131,6 +131,7 @@ class ModelRunner:
         self.on_gpu = mesh.devices.flat[0].platform == "gpu"
         self.config, self.graph, self.weights, self.buckets = config, graph, weights, buckets
         self.kv_cache_config = kv_cache_config
+        self.cache_dtype = array_dtype(config.kv_cache_dtype, mesh.devices.flat[0].platform)
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.vocab_size = graph.vocab_size
         self.max_blocks = max_blocks_per_request(config.model.max_model_len, config.cache.block_size)
@@ -163,6 +164,7 @@ class ModelRunner:
         facts = {
             "model": config.model.decoder,
             "dtype": config.model.dtype,
+            "KV cache dtype": self.cache_dtype,
             "attention_backend": config.attention_backend,
             "KV cache": self.kv_cache_config,
             "sampling": self.options,
@@ -210,7 +212,7 @@ class ModelRunner:
         out_shardings = (self.kv_sharding, self.replicated, self.replicated)
         step = jax.jit(function, donate_argnums=(1, 2), out_shardings=out_shardings)
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights]
-        caches = abstract_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding, self.num_arrays)
+        caches = abstract_kv_caches(self.kv_cache_config, self.cache_dtype, self.kv_sharding, self.num_arrays)
         batch = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self.replicated)
         return step.lower(tuple(weights), caches, self.abstract_state(), batch)
 
@@ -258,7 +260,7 @@ class ModelRunner:
 
     def allocate(self) -> None:
         """Allocate the device blocks and rows."""
-        self.kv_caches = allocate_kv_caches(self.kv_cache_config, self.config.model.dtype, self.kv_sharding, self.num_arrays)
+        self.kv_caches = allocate_kv_caches(self.kv_cache_config, self.cache_dtype, self.kv_sharding, self.num_arrays)
         self.state = row_state.init_row_state(
             self.max_num_seqs, self.num_groups, self.max_blocks, self.vocab_size, self.replicated
         )

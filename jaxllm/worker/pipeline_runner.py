@@ -107,7 +107,7 @@ class PipelineRunner(ModelRunner):
         given = replica((bucket.num_tokens, model.decoder.hidden_size), jnp.dtype(model.dtype))
         return step.lower(
             tuple(jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in weights),
-            abstract_kv_caches(self.kv_cache_config, model.dtype, kv_sharding, stage.num_arrays),
+            abstract_kv_caches(self.kv_cache_config, self.cache_dtype, kv_sharding, stage.num_arrays),
             self.abstract_state() if is_last else tables,
             replica((layout.size,), jnp.int32),
             replica((self.max_num_seqs,), jnp.int32) if is_first else given,
@@ -142,7 +142,7 @@ class PipelineRunner(ModelRunner):
         super().allocate()
         for early in self.early:
             early.kv_caches = allocate_kv_caches(
-                self.kv_cache_config, self.config.model.dtype, early.kv_sharding, early.stage.num_arrays
+                self.kv_cache_config, self.cache_dtype, early.kv_sharding, early.stage.num_arrays
             )
             shape = (self.num_groups, self.max_num_seqs, self.max_blocks)
             early.block_tables = jnp.zeros(shape, jnp.int32, device=early.replicated)

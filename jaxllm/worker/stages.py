@@ -40,7 +40,9 @@ def split_layers(num_layers: int, num_stages: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-def make_stages(model: ModelConfig, kv_cache_config: KVCacheConfig, mesh: Mesh, attention_backend: str) -> list[Stage]:
+def make_stages(
+    model: ModelConfig, kv_cache_config: KVCacheConfig, mesh: Mesh, attention_backend: str, fp8_cache: bool
+) -> list[Stage]:
     """The stages of a model on a mesh: as many as its axis pipeline is long."""
     meshes = stage_meshes(mesh)
     places = kv_cache_config.array_of_layer()
@@ -55,6 +57,7 @@ def make_stages(model: ModelConfig, kv_cache_config: KVCacheConfig, mesh: Mesh, 
             mesh=stage_mesh if stage_mesh.size > 1 else None,
             attention_backend=attention_backend,
             layers=layers,
+            fp8_cache=fp8_cache,
         )
         stages.append(Stage(layers, stage_mesh, graph, num_arrays))
     return stages

@@ -99,7 +99,7 @@ class Worker:
         if padding:
             logger.info("%d devices share the model evenly: filled up with zeros are %s", stripes, padding)
         specs = model_class(model.decoder.architecture).kv_cache_specs(
-            model.decoder, self.config.cache.block_size, model.dtype, stripes
+            model.decoder, self.config.cache.block_size, self.config.kv_cache_dtype, stripes
         )
         self.kv_cache_config = KVCacheConfig(num_blocks=2, groups=make_kv_cache_groups(specs))
         backend = self._attention_backend()
@@ -112,7 +112,8 @@ class Worker:
                     "such programs cannot be shipped"
                 )
             self.config = dataclasses.replace(self.config, compilation_cache_dir=None)
-        self.stages = make_stages(model, self.kv_cache_config, self.mesh, self.config.attention_backend)
+        fp8_cache = self.config.kv_cache_dtype == "float8_e4m3fn"
+        self.stages = make_stages(model, self.kv_cache_config, self.mesh, self.config.attention_backend, fp8_cache)
         self.graph = self.stages[-1].graph  # of all layers, unless there is a pipeline
         self.specs = [spec for stage in self.stages for spec in stage.graph.specs]
         self.shardings = {spec.path: sharding_of(stage.mesh, spec.axes) for stage in self.stages for spec in stage.graph.specs}
@@ -129,7 +130,7 @@ class Worker:
         decoder, size = self.config.model.decoder, self.config.parallel.tensor_parallel_size
         shares = Shares.of(decoder, size)
         heads = (shares.num_heads // size, shares.num_kv_heads // size, decoder.head_dim)
-        call = Call(*heads, self.config.cache.block_size, self.config.model.dtype)
+        call = Call(*heads, self.config.cache.block_size, self.config.model.dtype, cache_dtype=self.config.kv_cache_dtype)
         windows = [window for window in decoder.sliding_windows if window is not None]
         window = min(windows) if windows else None
         return select_implementation(self.config.attention_backend, call, sliding_window=window)

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.dispatch import target_platform
+from kernels_pallas.fp8 import check_scale, is_fp8
 from kernels_pallas.paged_attention.config import MosaicConfig, mosaic_config
 from kernels_pallas.paged_attention.implementations import IMPLEMENTATIONS, Call, choose_implementation, select_implementation
 from kernels_pallas.paged_attention.plan import AttentionPlan, make_plan
-from kernels_pallas.paged_attention.reference import Options, paged_attention_reference
+from kernels_pallas.paged_attention.reference import Options, Scales, paged_attention_reference
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -63,7 +64,13 @@ def plan_attention(
 
 
 def _mosaic_config(call: Call) -> MosaicConfig:
-    return mosaic_config(call.num_heads // call.num_kv_heads, call.num_kv_heads, call.head_dim, target_platform())
+    return mosaic_config(
+        call.num_heads // call.num_kv_heads,
+        call.num_kv_heads,
+        call.head_dim,
+        target_platform(),
+        fp8_cache=is_fp8(jnp.dtype(call.cache_dtype or call.dtype)),
+    )
 
 
 def paged_attention(
@@ -78,6 +85,8 @@ def paged_attention(
     sliding_window: int | None = None,
     logit_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     decode_only: bool,
     max_decode_queries: int = 1,
     plan: AttentionPlan | None = None,
@@ -93,7 +102,8 @@ def paged_attention(
 
     Args:
         q: [T, H, D], float32, bfloat16 or float16.
-        kv_cache: [N, 2, K, B, D], same dtype as q.
+        kv_cache: [N, 2, K, B, D], float32, bfloat16, float16, float8_e4m3fn, or uint8 with the bits of that (see
+            `kernels_pallas.fp8`). Its numbers are rounded to the dtype of q.
         block_tables: int32 [R, P]; entry p holds tokens p * B to (p + 1) * B - 1 of the row.
         seq_lens: int32 [R], 0 for a padding row.
         query_start_loc: int32 [R + 1], not decreasing, starts at 0. A padding row has no tokens.
@@ -102,6 +112,8 @@ def paged_attention(
         sliding_window: the last tokens that a query can see, itself included; None for all.
         logit_soft_cap: c in c * tanh(s / c), applied to the scaled products; None for no cap.
         sinks: float32 [H], a logit a head that takes part in the softmax and has no value.
+        k_scale, v_scale: float32 [K], for a cache of float8_e4m3fn: a key is what is stored times its head's k_scale, a value
+            what is stored times its v_scale. None for 1.
         decode_only: every row is a decode or padding; with `max_decode_queries` 1, T == R and row r's query is token r. Static.
         max_decode_queries: static; more than 1 where tokens are speculated.
         plan: of `plan_attention` for this batch and window; None: it is computed here if it is needed.
@@ -114,6 +126,8 @@ def paged_attention(
         ValueError: if a shape, dtype or option does not fit, or the implementation is unknown.
     """
     _check_arrays(q, kv_cache, block_tables, seq_lens, query_start_loc, num_decodes, sinks)
+    check_scale("k_scale", k_scale, kv_cache.shape[2], kv_cache.dtype)
+    check_scale("v_scale", v_scale, kv_cache.shape[2], kv_cache.dtype)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be positive, got {scale!r}")
     if sliding_window is not None and sliding_window < 1:
@@ -124,9 +138,14 @@ def paged_attention(
         raise ValueError(f"max_decode_queries must be at least 1, got {max_decode_queries!r}")
     if decode_only and max_decode_queries == 1 and q.shape[0] != block_tables.shape[0]:
         raise ValueError(f"decode_only needs as many tokens as rows, got {q.shape[0]} tokens and {block_tables.shape[0]} rows")
-    call = Call(q.shape[1], kv_cache.shape[2], q.shape[2], kv_cache.shape[3], q.dtype.name, max_decode_queries)
+    shape = (q.shape[1], kv_cache.shape[2], q.shape[2], kv_cache.shape[3])
+    call = Call(*shape, q.dtype.name, max_decode_queries, kv_cache.dtype.name)
     chosen = choose_implementation(implementation, call)
     options = Options(scale, sliding_window, logit_soft_cap)
+    scales = None
+    if k_scale is not None or v_scale is not None:
+        ones = jnp.ones(kv_cache.shape[2], jnp.float32)
+        scales = Scales(ones if k_scale is None else k_scale, ones if v_scale is None else v_scale)
     arrays = (q, kv_cache, block_tables, seq_lens, query_start_loc)
     if chosen == "reference":
         # The reference takes decodes of one query only; more are rows like others to it.
@@ -136,6 +155,7 @@ def paged_attention(
             num_decodes if single else jnp.zeros_like(num_decodes),
             **options._asdict(),
             sinks=sinks,
+            scales=scales,
             decode_only=decode_only and single,
         )
     # Imported here: Pallas takes a while, and the reference does without.
@@ -161,6 +181,7 @@ def paged_attention(
         config=_mosaic_config(call),
         options=options,
         sinks=sinks,
+        scales=scales,
         decode_only=decode_only,
         max_decode_queries=max_decode_queries,
         interpret=interpreter() if target_platform() == "cpu" else None,
@@ -182,8 +203,8 @@ def _check_arrays(
         raise ValueError(f"q must be float32, bfloat16 or float16, got {q.dtype}")
     if kv_cache.ndim != 5 or kv_cache.shape[1] != 2:
         raise ValueError(f"kv_cache must be [N, 2, K, B, D], got {kv_cache.shape}")
-    if kv_cache.dtype != q.dtype:
-        raise ValueError(f"kv_cache must have the dtype of q, {q.dtype}, got {kv_cache.dtype}")
+    if kv_cache.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) and not is_fp8(kv_cache.dtype):
+        raise ValueError(f"kv_cache must be float32, bfloat16, float16, float8_e4m3fn or uint8, got {kv_cache.dtype}")
     if kv_cache.shape[4] != q.shape[2]:
         raise ValueError(f"kv_cache has head size {kv_cache.shape[4]}, q has {q.shape[2]}")
     if q.shape[1] % kv_cache.shape[2]:

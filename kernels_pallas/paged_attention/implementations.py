@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.dispatch import choose, log_choice, target_platform
+from kernels_pallas.fp8 import FP8, is_fp8, saturated
 from kernels_pallas.paged_attention.config import mosaic_refusal
 
 logger = logging.getLogger(__name__)
@@ -18,7 +19,12 @@ IMPLEMENTATIONS = ("mosaic", "reference")
 
 
 class Call(NamedTuple):
-    """Static shapes of a call, on one device."""
+    """Static shapes of a call, on one device.
+
+    Attributes:
+        dtype: of the queries.
+        cache_dtype: of the KV cache; None if it is the same.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -26,6 +32,7 @@ class Call(NamedTuple):
     block_size: int
     dtype: str
     max_decode_queries: int = 1
+    cache_dtype: str | None = None
 
 
 def choose_implementation(implementation: str, call: Call) -> str:
@@ -53,9 +60,15 @@ def _refusals(implementation: str, call: Call) -> dict[str, str | None]:
         head_dim=call.head_dim,
         block_size=call.block_size,
         dtype=jnp.dtype(call.dtype),
+        cache_dtype=_cache_dtype(call),
         max_decode_queries=call.max_decode_queries,
     )
     return {"mosaic": mosaic, "reference": None}
+
+
+def _cache_dtype(call: Call) -> jnp.dtype:
+    dtype = jnp.dtype(call.cache_dtype or call.dtype)
+    return FP8 if is_fp8(dtype) else dtype
 
 
 def _is_hopper() -> bool:
@@ -108,16 +121,24 @@ def self_test(implementation: str, call: Call, sliding_window: int | None) -> st
     tables = 1 + np.arange(3 * pages).reshape(3, pages)
     shape = (1 + 3 * pages, 2, call.num_kv_heads, size, call.head_dim)
     q = jnp.asarray(rng.standard_normal((int(starts[-1]), call.num_heads, call.head_dim)), call.dtype)
-    cache = jnp.asarray(rng.standard_normal(shape), call.dtype)
+    cache = saturated(jnp.asarray(rng.standard_normal(shape), call.dtype), _cache_dtype(call))
+    scales = {}
+    if cache.dtype == FP8:
+        scales = {name: jnp.asarray(rng.uniform(0.5, 2.0, call.num_kv_heads), jnp.float32) for name in ("k_scale", "v_scale")}
     integers = [jnp.asarray(array, jnp.int32) for array in (tables, lengths, starts, 2)]
 
     def compute(name: str) -> np.ndarray:
         run = jax.jit(
-            lambda *arrays: paged_attention(
-                *arrays, scale=call.head_dim**-0.5, sliding_window=sliding_window, decode_only=False, implementation=name
+            lambda *arrays, **scales: paged_attention(
+                *arrays,
+                **scales,
+                scale=call.head_dim**-0.5,
+                sliding_window=sliding_window,
+                decode_only=False,
+                implementation=name,
             )
         )
-        return np.asarray(run(q, cache, *integers), np.float32)
+        return np.asarray(run(q, cache, *integers, **scales), np.float32)
 
     try:
         found = compute(implementation)

@@ -35,7 +35,7 @@ class Ring(NamedTuple):
 
     k_ref: Any  # [stages, tile, D]
     v_ref: Any
-    k_full: Any  # [stages] barriers, completed by the copies of a tile's pages
+    k_full: Any  # [stages] barriers, completed by the copies of a tile's pages, or by who writes it
     v_full: Any
     k_free: Any  # [stages] barriers, completed by the consumers; nobody arrives for a tile that has no successor
     v_free: Any
@@ -54,20 +54,19 @@ class Span(NamedTuple):
     num_tokens: jax.Array
 
 
-def tiling(head_dim: int, dtype: jnp.dtype) -> tuple[Any, ...]:
-    """How rows of `head_dim` values lie in shared memory for copies and tensor cores."""
+def tiling(head_dim: int, dtype: jnp.dtype, most: int = 128) -> tuple[Any, ...]:
+    """How rows of `head_dim` values lie in shared memory for copies and tensor cores, in columns of at most `most` bytes."""
     bits = 8 * jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(head_dim * bits)
+    swizzle = min(plgpu.find_swizzle(head_dim * bits), most)
     return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
 
 
-def ring_scratch(stages: int, tile: int, block_size: int, head_dim: int, dtype: jnp.dtype, consumers: int) -> list[Any]:
-    """Scratch of all of a `Ring` but k_ref, in its order."""
-    pages = tile // block_size
+def ring_scratch(stages: int, tile: int, copies: int, head_dim: int, dtype: jnp.dtype, consumers: int) -> list[Any]:
+    """Scratch of all of a `Ring` but k_ref, in its order; `copies` fill a tile."""
     return [
         plgpu.SMEM((stages, tile, head_dim), dtype, transforms=tiling(head_dim, dtype)),
-        plgpu.Barrier(num_arrivals=pages, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=pages, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
     ]
@@ -109,7 +108,8 @@ def attend(
     *,
     query_of_row: Callable[[jax.Array], jax.Array] | None,
     start: tuple[jax.Array, jax.Array] | None,
-    wipe: Callable[[Callable[[], None]], None],
+    k_scale: jax.Array | None,
+    wipe: Callable[[Callable[[], None]], None] | None,
     interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A consumer: attention of the 64 rows of q over a span of tiles.
@@ -118,23 +118,31 @@ def attend(
         q_ref: [64, D] in shared memory.
         query_of_row: rows int32 [64, tile] -> positions of their queries; None where all rows are of one query.
         start: float32 [64] each: largest logit (of powers of 2) and sum of the weights so far; None for none.
-        wipe: called if the last tile reaches beyond the row, with a function that makes the values there 0.
+        k_scale: float32 scalar, what all keys are to be multiplied by; None for nothing.
+        wipe: called if the last tile reaches beyond the row, with a function that makes the values there 0; None if they are.
 
     Returns:
         float32: weighted sums [64, D], largest logits [64] and sums of weights [64].
     """
     stages, tile, head_dim = ring.k_ref.shape
     cap, window = options.logit_soft_cap, options.sliding_window
-    factor = options.scale * LOG2_E if cap is None else 1.0
+    factor: float | jax.Array = 1.0
+    scale: float | jax.Array = options.scale * LOG2_E if cap is None else options.scale / cap
+    if k_scale is not None:
+        scale = k_scale * scale
+    if cap is None:
+        factor = scale
     stop_tile = span.first_tile + span.num_tiles
     # Whether the row ends inside the first tile worked on. What lies behind its end may be NaN, which a weight of 0 does not
     # undo; it is wiped here, before the loops, while hardly any registers are in use.
     ragged = stop_tile * tile > span.num_tokens
 
-    @pl.when(ragged)
-    def _() -> None:
-        plgpu.barrier_wait(ring.v_full.at[0])
-        wipe(partial(_wipe, ring.v_ref.at[0], span.num_tokens - (stop_tile - 1) * tile))
+    if wipe is not None:
+
+        @pl.when(ragged)
+        def _() -> None:
+            plgpu.barrier_wait(ring.v_full.at[0])
+            wipe(partial(_wipe, ring.v_ref.at[0], span.num_tokens - (stop_tile - 1) * tile))
 
     def body(step: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
         acc, best, total = carry
@@ -149,7 +157,7 @@ def attend(
             plgpu.barrier_arrive(ring.k_free.at[slot])
 
         if cap is not None:
-            scores = jnp.tanh(scores * (options.scale / cap)) * (cap * LOG2_E)
+            scores = jnp.tanh(scores * scale) * (cap * LOG2_E)
         if masked:
             keys = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS, tile), 1, layout=LAYOUT) + first_key
             queries = span.highest
@@ -164,7 +172,7 @@ def attend(
         keep = jnp.exp2(best - new_best)
         total = total * keep + weights.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
-        if masked:
+        if masked and wipe is not None:
 
             @pl.when((step > 0) | ~ragged)
             def _() -> None:

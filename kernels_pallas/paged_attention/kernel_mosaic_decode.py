@@ -28,6 +28,7 @@ from kernels_pallas.paged_attention.kernel_mosaic import (
     ring_scratch,
     tiling,
 )
+from kernels_pallas.paged_attention.kernel_mosaic_fp8 import RawRing, load_and_widen_tiles, raw_scratch
 from kernels_pallas.paged_attention.plan import AttentionPlan
 from kernels_pallas.paged_attention.reference import Options
 
@@ -43,6 +44,8 @@ def decode_parts(
     single_query: bool,
     tile: int,
     stages: int,
+    raw_tiles: int,
+    k_scale: jax.Array | None,
     options: Options,
     interpret: Interpret = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -53,16 +56,23 @@ def decode_parts(
         kv_cache, block_tables, seq_lens: as in `paged_attention`.
         work: int32 [W, 4], of an `AttentionPlan`.
         single_query: every row has one query.
+        stages: tiles of K, and of V, that a block has in flight, or widened if the cache is of 8-bit numbers.
+        raw_tiles: tiles, of K and V together, that it then has in flight.
+        k_scale: float32 [K], of such a cache; v's scale is left to the caller.
 
     Returns:
         float32 [W, K, M, D] and, as logarithms to base 2, [W, K, M]; anything for idle items.
     """
     _, num_kv_heads, num_queries, head_dim = q.shape
     num_items, block_size, dtype = work.shape[0], kv_cache.shape[3], q.dtype
+    is_fp8 = kv_cache.dtype != dtype
 
-    def kernel(
-        q_ref, kv_ref, tables_ref, lens_ref, work_ref, out_ref, lse_ref, union, v_ref, k_full, v_full, k_free, v_free, q_full
-    ):
+    def kernel(q_ref, kv_ref, tables_ref, lens_ref, work_ref, *refs):
+        if k_scale is None:
+            scale_ref, (out_ref, lse_ref, *scratch) = None, refs
+        else:
+            scale_ref, out_ref, lse_ref, *scratch = refs
+        union, v_ref, k_full, v_full, k_free, v_free, q_full, *raw = scratch
         (q_tile, k_ref), (out_tile, lse_tile) = union
         ring = Ring(k_ref, v_ref, k_full, v_full, k_free, v_free)
         item, head, warpgroup = lax.axis_index("item"), lax.axis_index("head"), lax.axis_index("warpgroup")
@@ -82,7 +92,8 @@ def decode_parts(
                 options,
                 query_of_row=None if single_query else lambda rows: lowest + lax.div(rows, jnp.int32(group)),
                 start=None,
-                wipe=lambda wipe: wipe(),
+                k_scale=None if scale_ref is None else scale_ref[head],
+                wipe=None if is_fp8 else lambda wipe: wipe(),
                 interpret=interpret,
             )
             safe = jnp.where(total > 0.0, total, 1.0)
@@ -96,7 +107,10 @@ def decode_parts(
 
         @pl.when((warpgroup == 1) & (span.num_tiles > 0))
         def _() -> None:
-            load_tiles(kv_ref, tables_ref.at[row], head, ring, span)
+            if is_fp8:
+                load_and_widen_tiles(kv_ref, tables_ref.at[row], head, RawRing(*raw), ring, span)
+            else:
+                load_tiles(kv_ref, tables_ref.at[row], head, ring, span)
 
     tiled = tiling(head_dim, dtype)
     queries_and_keys: tuple[Any, ...] = (
@@ -115,8 +129,9 @@ def decode_parts(
         ),
         scratch_types=[
             plgpu.RefUnion(queries_and_keys, results),
-            *ring_scratch(stages, tile, block_size, head_dim, dtype, consumers=1),
+            *ring_scratch(stages, tile, 1 if is_fp8 else tile // block_size, head_dim, dtype, consumers=1),
             plgpu.Barrier(),
+            *(raw_scratch(raw_tiles, tile, block_size, head_dim, kv_cache.dtype) if is_fp8 else ()),
         ],
         grid=(num_items, num_kv_heads),
         grid_names=("item", "head"),
@@ -124,7 +139,7 @@ def decode_parts(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(q, kv_cache, block_tables, seq_lens, work)
+    )(q, kv_cache, block_tables, seq_lens, work, *(() if k_scale is None else (k_scale,)))
 
 
 def merge(parts: jax.Array, lse: jax.Array, plan: AttentionPlan, sinks: jax.Array | None) -> jax.Array:

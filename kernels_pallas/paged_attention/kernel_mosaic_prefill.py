@@ -19,10 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.compat import Interpret
 from kernels_pallas.paged_attention.config import TILE_ROWS
 from kernels_pallas.paged_attention.kernel_mosaic import LAYOUT, LOG2_E, Ring, Span, attend, load_tiles, ring_scratch, tiling
-from kernels_pallas.paged_attention.reference import Options
+from kernels_pallas.paged_attention.kernel_mosaic_fp8 import RawRing, load_and_widen_tiles, raw_scratch
+from kernels_pallas.paged_attention.reference import Options, Scales
 
 # Registers of a thread where there are three warpgroups of 128 threads, which share 65536.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+# Where the producer also widens tiles.
+WIDENING_PRODUCER_REGISTERS, WIDENED_CONSUMER_REGISTERS = 72, 216
 
 
 def prefill_rows(
@@ -39,6 +42,8 @@ def prefill_rows(
     consumers: int,
     tile: int,
     stages: int,
+    raw_tiles: int,
+    scales: Scales | None,
     options: Options,
     interpret: Interpret = None,
 ) -> jax.Array:
@@ -49,6 +54,8 @@ def prefill_rows(
         kv_cache, block_tables, seq_lens, query_start_loc: as in `paged_attention`.
         blocks: int32 [Q, 2], `prefill_blocks` of an `AttentionPlan`.
         sinks: float32 [K, group] or None.
+        stages, raw_tiles: as in `decode_parts`.
+        scales: of a cache of 8-bit numbers; None for 1.
         consumers: warpgroups that compute, 1 or 2; with 2 a thread has 168 registers to start with, with 1 it has 255.
 
     Returns:
@@ -57,13 +64,17 @@ def prefill_rows(
     num_kv_heads, _, head_dim = q.shape
     block_size, dtype = kv_cache.shape[3], q.dtype
     rows_used = queries_per_warpgroup * group
+    is_fp8 = kv_cache.dtype != dtype
+    registers = (PRODUCER_REGISTERS, CONSUMER_REGISTERS)
+    if is_fp8:
+        registers = (WIDENING_PRODUCER_REGISTERS, WIDENED_CONSUMER_REGISTERS)
 
-    def kernel(*refs):
-        if sinks is None:
-            blocks_ref, starts_ref, lens_ref, tables_ref, q_ref, kv_ref, out_ref, *scratch = refs
-        else:
-            blocks_ref, starts_ref, lens_ref, tables_ref, sinks_ref, q_ref, kv_ref, out_ref, *scratch = refs
-        q_tiles, plain_tiles, k_ref, v_ref, k_full, v_full, k_free, v_free, q_full, wiped, *sink_scratch = scratch
+    def kernel(blocks_ref, starts_ref, lens_ref, tables_ref, q_ref, kv_ref, *refs):
+        rest = list(refs)
+        sinks_ref = None if sinks is None else rest.pop(0)
+        k_scale_ref, v_scale_ref = (None, None) if scales is None else (rest.pop(0), rest.pop(0))
+        out_ref, q_tiles, plain_tiles, k_ref, v_ref, k_full, v_full, k_free, v_free, q_full, wiped, *scratch = rest
+        raw, sink_scratch = scratch[: 2 * is_fp8], scratch[2 * is_fp8 :]
         ring = Ring(k_ref, v_ref, k_full, v_full, k_free, v_free)
         block, head, warpgroup = lax.axis_index("block"), lax.axis_index("head"), lax.axis_index("warpgroup")
         row, first_query = jnp.maximum(blocks_ref[block, 0], 0), blocks_ref[block, 1]
@@ -82,7 +93,7 @@ def prefill_rows(
         @pl.when((warpgroup < consumers) & busy)
         def _() -> None:
             if consumers == 2:
-                plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+                plgpu.set_max_registers(registers[1], action="increase")
             own_query = first_query + warpgroup * queries_per_warpgroup
             # The second warpgroup may have no queries; it keeps step with the first on the row's own memory.
             place = (first_token + own_query) * group
@@ -94,7 +105,7 @@ def prefill_rows(
             tiled[...] = plgpu.load(plain, layout=LAYOUT, optimized=False)
             plgpu.commit_smem()
             start = None
-            if sinks is not None:
+            if sinks_ref is not None:
                 sink_tiles, sinks_full = sink_scratch
                 sink_tile = sink_tiles.at[warpgroup]
                 plgpu.copy_gmem_to_smem(sinks_ref.at[head], sink_tile, sinks_full.at[warpgroup])
@@ -124,10 +135,14 @@ def prefill_rows(
                 options,
                 query_of_row=lambda rows: lowest + warpgroup * queries_per_warpgroup + lax.div(rows, jnp.int32(group)),
                 start=start,
-                wipe=wipe,
+                k_scale=None if k_scale_ref is None else k_scale_ref[head],
+                wipe=None if is_fp8 else wipe,
                 interpret=interpret,
             )
-            plain[...] = (acc / lax.broadcast_in_dim(jnp.where(total > 0.0, total, 1.0), acc.shape, [0])).astype(dtype)
+            share = jnp.where(total > 0.0, total, 1.0)
+            if v_scale_ref is not None:
+                share = share / v_scale_ref[head]
+            plain[...] = (acc / lax.broadcast_in_dim(share, acc.shape, [0])).astype(dtype)
             plgpu.commit_smem()
             num_own = jnp.clip(num_queries - own_query, 0, queries_per_warpgroup)
 
@@ -147,22 +162,28 @@ def prefill_rows(
         @pl.when((warpgroup == consumers) & busy)
         def _() -> None:
             if consumers == 2:
-                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            load_tiles(kv_ref, tables_ref.at[row], head, ring, span)
+                plgpu.set_max_registers(registers[0], action="decrease")
+            if is_fp8:
+                load_and_widen_tiles(kv_ref, tables_ref.at[row], head, RawRing(*raw), ring, span)
+            else:
+                load_tiles(kv_ref, tables_ref.at[row], head, ring, span)
 
     tiled = tiling(head_dim, dtype)
     scratch = [
         plgpu.SMEM((consumers, TILE_ROWS, head_dim), dtype, transforms=tiled),
         plgpu.SMEM((consumers, TILE_ROWS, head_dim), dtype),
         plgpu.SMEM((stages, tile, head_dim), dtype, transforms=tiled),
-        *ring_scratch(stages, tile, block_size, head_dim, dtype, consumers=consumers),
+        *ring_scratch(stages, tile, 1 if is_fp8 else tile // block_size, head_dim, dtype, consumers=consumers),
         plgpu.Barrier(num_barriers=consumers),
         plgpu.Barrier(),
+        *(raw_scratch(raw_tiles, tile, block_size, head_dim, kv_cache.dtype) if is_fp8 else ()),
     ]
-    operands = [blocks, query_start_loc, seq_lens, block_tables]
+    operands = []
     if sinks is not None:
         scratch += [plgpu.SMEM((consumers, TILE_ROWS), jnp.float32), plgpu.Barrier(num_barriers=consumers)]
         operands.append(sinks[:, jnp.arange(TILE_ROWS) % group])
+    if scales is not None:
+        operands += scales
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct(q.shape, dtype),
@@ -173,4 +194,4 @@ def prefill_rows(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(*operands, q, kv_cache)
+    )(blocks, query_start_loc, seq_lens, block_tables, q, kv_cache, *operands)

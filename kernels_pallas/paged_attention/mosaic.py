@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.compat import Interpret
+from kernels_pallas.fp8 import values_of
 from kernels_pallas.paged_attention.config import MosaicConfig
 from kernels_pallas.paged_attention.kernel_mosaic_decode import decode_parts, merge
 from kernels_pallas.paged_attention.kernel_mosaic_prefill import prefill_rows
 from kernels_pallas.paged_attention.plan import AttentionPlan
-from kernels_pallas.paged_attention.reference import Options
+from kernels_pallas.paged_attention.reference import Options, Scales
 
 
 def paged_attention_mosaic(
@@ -23,11 +24,13 @@ def paged_attention_mosaic(
     config: MosaicConfig,
     options: Options,
     sinks: jax.Array | None,
+    scales: Scales | None,
     decode_only: bool,
     max_decode_queries: int,
     interpret: Interpret,
 ) -> jax.Array:
     """See `kernels_pallas.paged_attention.paged_attention`; `plan` was made with the sizes of `config`."""
+    kv_cache = values_of(kv_cache)
     num_tokens, num_heads, head_dim = q.shape
     num_rows, num_kv_heads = block_tables.shape[0], kv_cache.shape[2]
     group = num_heads // num_kv_heads
@@ -51,11 +54,15 @@ def paged_attention_mosaic(
         single_query=max_decode_queries == 1,
         tile=config.tile,
         stages=config.decode_stages,
+        raw_tiles=config.decode_raw_tiles,
+        k_scale=None if scales is None else scales.k,
         options=options,
         interpret=interpret,
     )
     row_sinks = None if sinks is None else jnp.tile(sinks, max_decode_queries)
     merged = merge(parts[:, :, :used], lse[:, :, :used], plan, row_sinks)
+    if scales is not None:
+        merged = merged * scales.v[:, None, None]
     merged = merged.reshape(num_rows, num_kv_heads, max_decode_queries, group, head_dim).swapaxes(1, 2)
     merged = merged.reshape(num_rows, max_decode_queries, num_heads, head_dim).astype(q.dtype)
 
@@ -87,6 +94,8 @@ def paged_attention_mosaic(
         consumers=config.prefill_consumers,
         tile=config.tile,
         stages=config.prefill_stages,
+        raw_tiles=config.prefill_raw_tiles,
+        scales=scales,
         options=options,
         interpret=interpret,
     )

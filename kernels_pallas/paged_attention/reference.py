@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.fp8 import bits_of, values_of
+
 # The logit of a key that must not be seen. Finite, so that differences of two of them are no NaN.
 UNSEEN = -1e30
 
@@ -22,6 +24,13 @@ class Options(NamedTuple):
     scale: float
     sliding_window: int | None
     logit_soft_cap: float | None
+
+
+class Scales(NamedTuple):
+    """Of the keys and values of each KV head, float32 [K] each: a number of the cache times its head's scale is what is meant."""
+
+    k: jax.Array
+    v: jax.Array
 
 
 def paged_attention_reference(
@@ -36,23 +45,25 @@ def paged_attention_reference(
     sliding_window: int | None,
     logit_soft_cap: float | None,
     sinks: jax.Array | None,
+    scales: Scales | None,
     decode_only: bool,
 ) -> jax.Array:
     """See `kernels_pallas.paged_attention.paged_attention`."""
     num_tokens, num_rows = q.shape[0], block_tables.shape[0]
     num_kv_heads = kv_cache.shape[2]
     options = Options(scale, sliding_window, logit_soft_cap)
+    kv_cache = bits_of(kv_cache)
     grouped = q.reshape(num_tokens, num_kv_heads, -1, q.shape[2])
     if sinks is not None:
         sinks = sinks.reshape(num_kv_heads, -1)
     if decode_only:
-        out = _decode(grouped, kv_cache, block_tables, seq_lens, sinks, options)
+        out = _decode(grouped, kv_cache, block_tables, seq_lens, sinks, scales, options)
         valid = seq_lens > 0
     else:
         num_firsts = min(num_rows, num_tokens)
         lens = jnp.where(jnp.arange(num_firsts) < num_decodes, seq_lens[:num_firsts], 0)
-        first = _decode(grouped[:num_firsts], kv_cache, block_tables[:num_firsts], lens, sinks, options)
-        out = _prefill(grouped, first, kv_cache, block_tables, seq_lens, query_start_loc, num_decodes, sinks, options)
+        first = _decode(grouped[:num_firsts], kv_cache, block_tables[:num_firsts], lens, sinks, scales, options)
+        out = _prefill(grouped, first, kv_cache, block_tables, seq_lens, query_start_loc, num_decodes, sinks, scales, options)
         valid = jnp.arange(num_tokens) < query_start_loc[-1]
     return jnp.where(valid[:, None, None], out.reshape(q.shape), 0)
 
@@ -63,12 +74,13 @@ def _decode(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     sinks: jax.Array | None,
+    scales: Scales | None,
     options: Options,
 ) -> jax.Array:
     """One query a row: q [R, K, G, D] -> the same; anything for rows of length 0."""
     num_rows = q.shape[0]
     rows, pages = decode_tile(num_rows, kv_cache.shape[3], block_tables.shape[1])
-    attend = partial(_attend, kv_cache=kv_cache, sinks=sinks, pages=pages, options=options)
+    attend = partial(_attend, kv_cache=kv_cache, sinks=sinks, scales=scales, pages=pages, options=options)
     if num_rows <= rows:
         return attend(q, (seq_lens - 1)[:, None], block_tables)
     # Rows of similar length share a block, so that few of its pages are padding; empty rows come last and cost nothing.
@@ -105,6 +117,7 @@ def _prefill(
     query_start_loc: jax.Array,
     num_decodes: jax.Array,
     sinks: jax.Array | None,
+    scales: Scales | None,
     options: Options,
 ) -> jax.Array:
     """Rows from `num_decodes` on: q [T, K, G, D] -> the same, `out` [≤ T, K, G, D] is kept for the tokens before theirs."""
@@ -133,6 +146,7 @@ def _prefill(
             lax.dynamic_slice_in_dim(block_tables, row, 1),
             kv_cache=kv_cache,
             sinks=None if sinks is None else jnp.repeat(sinks, size, axis=1),
+            scales=scales,
             pages=pages,
             options=options,
         )
@@ -150,6 +164,7 @@ def _attend(
     *,
     kv_cache: jax.Array,
     sinks: jax.Array | None,
+    scales: Scales | None,
     pages: int,
     options: Options,
 ) -> jax.Array:
@@ -170,6 +185,9 @@ def _attend(
     num_keys = pages * block_size
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages)))
     last = jnp.max(positions, axis=1)
+    # Scales of keys go into the factor of the logits, and those of values into the result: no array of the cache's size is
+    # multiplied.
+    factor = options.scale if scales is None else (options.scale * scales.k)[:, None, None]
     first_step, num_steps = jnp.int32(0), jnp.max(last) // num_keys + 1
     if options.sliding_window is not None:
         first_seen = jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions - options.sliding_window + 1)
@@ -182,8 +200,8 @@ def _attend(
         if options.sliding_window is not None:
             seen &= keys > positions[:, :, None] - options.sliding_window
         blocks = lax.dynamic_slice_in_dim(tables, step * pages, pages, axis=1)
-        k, v = _load(kv_cache, blocks, keys <= last[:, None])
-        logits = jnp.einsum("wkmd,wknd->wkmn", q, k, preferred_element_type=jnp.float32) * options.scale
+        k, v = (values_of(x).astype(q.dtype) for x in _load(kv_cache, blocks, keys <= last[:, None]))
+        logits = jnp.einsum("wkmd,wknd->wkmn", q, k, preferred_element_type=jnp.float32) * factor
         if options.logit_soft_cap is not None:
             logits = options.logit_soft_cap * jnp.tanh(logits / options.logit_soft_cap)
         logits = jnp.where(seen[:, None], logits, UNSEEN)
@@ -202,11 +220,12 @@ def _attend(
         best, total = jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32)
     state = (first_step, best, total, jnp.zeros((*shape, head_dim), jnp.float32))
     _, _, total, acc = lax.while_loop(lambda state: state[0] < num_steps, body, state)
-    return (acc / total[..., None]).astype(q.dtype)
+    out = acc / total[..., None]
+    return (out if scales is None else out * scales.v[:, None, None]).astype(q.dtype)
 
 
 def _load(kv_cache: jax.Array, blocks: jax.Array, filled: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Copy blocks [W, p] of the cache to k and v [W, K, p * B, D].
+    """Copy blocks [W, p] of the cache, bits of `kernels_pallas.fp8` where it holds such numbers, to k and v [W, K, p * B, D].
 
     `filled` [W, p * B] says which slots are the row's own. The others may hold NaN, which a weight of 0 does not undo, so v is 0
     there; k needs no such care, because its logits are replaced.

@@ -24,11 +24,11 @@ CONFIG = {
 PROMPTS = [list(range(3, 40)), [7, 8, 9]]
 
 
-def generate(folder, backend):
+def generate(folder, backend, kv_cache_dtype="auto"):
     llm = LLM(
         str(folder), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, compilation_cache_dir="",
         use_tqdm_on_load=False, attention_backend=backend, block_size=16, num_gpu_blocks_override=24, max_num_seqs=2,
-        max_num_batched_tokens=24, cudagraph_capture_sizes=[], compile_sizes=[],
+        max_num_batched_tokens=24, cudagraph_capture_sizes=[], compile_sizes=[], kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     try:
         params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)
@@ -38,10 +38,11 @@ def generate(folder, backend):
     return [output.outputs[0] for output in outputs]
 
 
-def test_mosaic_gives_the_tokens_of_the_reference(tmp_path):
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_mosaic_gives_the_tokens_of_the_reference(tmp_path, kv_cache_dtype):
     """A prompt in two chunks beside a decode, then decodes: both kernels, with and without a window."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    expected, found = generate(tmp_path, "reference"), generate(tmp_path, "mosaic")
+    expected, found = (generate(tmp_path, backend, kv_cache_dtype) for backend in ("reference", "mosaic"))
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     for output, same in zip(found, expected, strict=True):
         assert output.cumulative_logprob == pytest.approx(same.cumulative_logprob, abs=0.1)

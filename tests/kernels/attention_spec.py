@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 
@@ -80,3 +81,29 @@ def attention_spec(case, *, scale, sliding_window=None, logit_soft_cap=None, sin
                 total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head]))
                 out[token, head] = weights @ values / total
     return out
+
+
+@dataclass
+class Fp8Case(Case):
+    """A batch whose cache is float8_e4m3fn: what is stored times its head's scale is meant."""
+
+    k_scale: np.ndarray  # float32 [K]
+    v_scale: np.ndarray
+
+    def scales(self):
+        """The arguments of `paged_attention` that are these scales."""
+        return {"k_scale": jnp.asarray(self.k_scale), "v_scale": jnp.asarray(self.v_scale)}
+
+    def plain(self):
+        """What is meant, in float64."""
+        scales = np.stack([self.k_scale, self.v_scale]).astype(np.float64)
+        cache = self.kv_cache.astype(np.float64) * scales[None, :, :, None, None]
+        return Case(self.q, cache, self.block_tables, self.seq_lens, self.query_start_loc, self.num_decodes)
+
+
+def fp8_case(rng, rows, *, kv_heads, **options):
+    """As `make_case`; its numbers are rounded, and then get scales between 0.4 and 2.5 by head."""
+    case = make_case(rng, rows, kv_heads=kv_heads, **options)
+    case.kv_cache = case.kv_cache.astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    k_scale, v_scale = np.exp2(rng.uniform(-1.3, 1.3, (2, kv_heads))).astype(np.float32)
+    return Fp8Case(**vars(case), k_scale=k_scale, v_scale=v_scale)

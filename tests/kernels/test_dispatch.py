@@ -91,6 +91,8 @@ def test_the_self_test_reports_what_a_compiler_raises():
     ("change", "reason"),
     [
         ({"dtype": "float32"}, "dtype float32 is not bfloat16 or float16"),
+        ({"dtype": "float32", "cache_dtype": "uint8"}, "dtype float32 is not bfloat16 or float16"),
+        ({"cache_dtype": "float32"}, "the KV cache is float32, not bfloat16 as the queries are"),
         ({"head_dim": 72}, "head size 72 is not one of 64, 80, 96, 128, 256"),
         ({"block_size": 8}, "block size 8 is not one of 16, 32, 64"),
         ({"num_heads": 64}, "32 query heads share a KV head, more than 16"),

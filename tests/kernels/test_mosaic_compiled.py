@@ -13,7 +13,9 @@ pytestmark = pytest.mark.aot
 KIB = 1024
 
 
-def compiled(decode_only: bool, head_dim: int, group: int, block_size: int, window: int | None) -> list[KernelResources]:
+def compiled(
+    decode_only: bool, head_dim: int, group: int, block_size: int, window: int | None, cache_dtype: jnp.dtype = jnp.bfloat16
+) -> list[KernelResources]:
     """The Mosaic kernels in attention of 64 rows, 8 KV heads."""
     mesh = Mesh(np.asarray(devices(TARGETS["h200"])), ("one",))
     tokens, rows = (64, 64) if decode_only else (512, 64)
@@ -21,17 +23,20 @@ def compiled(decode_only: bool, head_dim: int, group: int, block_size: int, wind
     def shape(*sizes: int, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    def attend(*arrays: jax.Array) -> jax.Array:
+    def attend(scale: jax.Array, *arrays: jax.Array) -> jax.Array:
         options = {"scale": head_dim**-0.5, "sliding_window": window, "decode_only": decode_only}
+        if cache_dtype != jnp.bfloat16:
+            options |= {"k_scale": scale, "v_scale": scale}
         return paged_attention(*arrays, **options, implementation="mosaic")
 
     q = shape(tokens, 8 * group, head_dim, dtype=jnp.bfloat16)
-    cache = shape(1024, 2, 8, block_size, head_dim, dtype=jnp.bfloat16)
+    cache = shape(1024, 2, 8, block_size, head_dim, dtype=cache_dtype)
+    scale = shape(8, dtype=jnp.float32)
     with lowering_on(mesh):
-        lowered = jax.jit(attend).lower(q, cache, shape(rows, 64), shape(rows), shape(rows + 1), shape())
+        lowered = jax.jit(attend).lower(scale, q, cache, shape(rows, 64), shape(rows), shape(rows + 1), shape())
     program = compile_for_device(lowered, kernels=True)
     # No copy of the cache, nor of the half of it that holds keys or values.
-    assert program.hlo.copies(1024 * 8 * block_size * head_dim * 2) == []
+    assert program.hlo.copies(1024 * 8 * block_size * head_dim * jnp.dtype(cache_dtype).itemsize) == []
     return [kernel for kernel in program.kernels if "mosaic" in kernel.name]
 
 
@@ -54,3 +59,24 @@ def test_mixed(head_dim: int, group: int, block_size: int, window: int | None):
     assert 1 <= len(kernels) <= 2
     assert not any(kernel.spill_bytes for kernel in kernels)
     assert all(kernel.shared_bytes <= 227 * KIB for kernel in kernels)
+
+
+# (decode only, head size, group, block size, window)
+FP8 = [
+    (False, 128, 4, 32, None),
+    pytest.param(True, 128, 1, 64, 4096, marks=pytest.mark.slow),
+    pytest.param(False, 64, 8, 16, 4096, marks=pytest.mark.slow),
+    pytest.param(False, 80, 4, 32, None, marks=pytest.mark.slow),
+    pytest.param(False, 96, 2, 32, None, marks=pytest.mark.slow),
+    pytest.param(False, 256, 4, 64, None, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("decode_only", "head_dim", "group", "block_size", "window"), FP8)
+def test_fp8_cache(decode_only: bool, head_dim: int, group: int, block_size: int, window: int | None):
+    kernels = compiled(decode_only, head_dim, group, block_size, window, jnp.float8_e4m3fn)
+    assert kernels
+    assert not any(kernel.spill_bytes for kernel in kernels)
+    assert all(kernel.shared_bytes <= 227 * KIB for kernel in kernels)
+    if head_dim <= 128:
+        assert min(kernel.shared_bytes for kernel in kernels) <= 113 * KIB

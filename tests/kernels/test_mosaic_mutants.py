@@ -1,4 +1,5 @@
-"""Each barrier, fence and wait of the Mosaic decode kernel is needed: without it the interpreter reports something."""
+"""Each barrier, fence and wait of the Mosaic decode kernel, and of the producer of 8-bit caches, is needed: without it the
+interpreter reports something."""
 
 import os
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from mosaic_mutant import ROOT, synchronisations
 
-SYNCHRONISATIONS = [found for found in synchronisations() if found[0] == "kernel_mosaic_decode"]
+SYNCHRONISATIONS = [found for found in synchronisations() if found[0] in ("kernel_mosaic_decode", "kernel_mosaic_fp8")]
 
 
 def run_without(module: str, line: int) -> int:
@@ -20,7 +21,7 @@ def run_without(module: str, line: int) -> int:
 
 
 def test_all_are_found():
-    assert len(SYNCHRONISATIONS) == 3
+    assert len(SYNCHRONISATIONS) == 3 + 4
 
 
 @pytest.mark.slow

@@ -30,11 +30,13 @@ WIDE = dataclasses.replace(SLOW, bf16_flops=1e12)
 QUICK = dataclasses.replace(SLOW, memory_bandwidth=1e12)
 
 
-def roofline(target=SLOW, devices: int = 1, hf=TINY, dtype: str = "bfloat16", **fields) -> Roofline:
+def roofline(
+    target=SLOW, devices: int = 1, hf=TINY, dtype: str = "bfloat16", cache: CacheConfig | None = None, **fields
+) -> Roofline:
     decoder = dataclasses.replace(DecoderConfig.from_hf(hf), **fields)
     config = EngineConfig(
         model=ModelConfig("tiny", "", decoder, dtype, 64),
-        cache=CacheConfig(),
+        cache=cache or CacheConfig(),
         scheduler=SchedulerConfig(max_model_len=64),
         parallel=ParallelConfig(devices),
     )
@@ -61,6 +63,11 @@ def test_devices_share_the_work():
 
 def test_more_devices_than_kv_heads_repeat_them():
     assert roofline(devices=4).kv_bytes == roofline(devices=2).kv_bytes
+
+
+def test_an_fp8_cache_halves_what_attention_reads():
+    assert roofline(cache=CacheConfig(cache_dtype="fp8")).kv_bytes == roofline().kv_bytes / 2
+    assert roofline(dtype="float32", cache=CacheConfig(cache_dtype="bfloat16")).kv_bytes == roofline().kv_bytes
 
 
 def test_tied_embeddings_are_the_head():
