@@ -96,7 +96,7 @@ class EngineCoreMain:
     Attributes:
         executor_class: None for `Executor.get_class(config)`, which only the new process may ask: it imports jax.
         front_ends: by client index.
-        folder: of the sockets; removed if the parent cannot do it any more.
+        folder: of the sockets; removed if the parent cannot do it any more. None if they are on TCP.
         log_level: of the new process's root logger.
         engine_index: which of several engine cores it is.
         coordinator: where the coordinator takes the loads of engine cores; None to tell nobody.
@@ -107,7 +107,7 @@ class EngineCoreMain:
     log_stats: bool
     front_ends: tuple[Addresses, ...]
     parent_pid: int
-    folder: str
+    folder: str | None
     log_level: int
     engine_index: int = 0
     coordinator: str | None = None
@@ -138,7 +138,8 @@ class EngineCoreMain:
 
     def _end_with_parent(self, link: socket.socket) -> None:
         wait_for_parent(link, self.parent_pid)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(EXIT_PARENT_GONE)
 
 

@@ -12,6 +12,7 @@ from jaxllm.core.types import EngineCoreOutputs
 from jaxllm.engine.coordinator import CoordinatorProcess, Snapshot, SnapshotListener
 from jaxllm.engine.core_proc import Addresses
 from jaxllm.engine.engine_devices import engine_environment
+from jaxllm.engine.engine_hub import EngineHub
 from jaxllm.engine.engine_link import EngineLink, Put, socket_folder
 from jaxllm.engine.errors import EngineDeadError, EngineStartError
 from jaxllm.engine.ray_process import RayPlacement
@@ -80,24 +81,31 @@ class EngineGroup:
     ) -> None:
         self._prepare(config, put)
         self._executor_class, self._log_stats, self._num_attached = executor_class, log_stats, num_attached
-        self._placement: RayPlacement | None = None
-        self._environments: list[dict[str, str]] = []
+        self._placement: RayPlacement | EngineHub | None = None  # of the engine cores that are not on this machine
+        self._environments: list[dict[str, str]] = []  # of those that are
+        num_local = config.parallel.num_local_engines
         if config.parallel.data_parallel_backend == "ray":
             if num_attached:
                 raise ValueError(f"data_parallel_backend 'ray' needs api_server_count 1, got {num_attached}")
             self._placement = RayPlacement(config)
         else:
-            self._environments = [engine_environment(config, index, self.num_engines) for index in range(self.num_engines)]
+            if num_attached and num_local < self.num_engines:
+                raise ValueError(f"engines on headless machines need api_server_count 1, got {num_attached}")
+            self._environments = [engine_environment(config, index, num_local) for index in range(num_local)]
         self.folder = socket_folder()
         self._listener: SnapshotListener | None = None
         self.coordinator: CoordinatorProcess | None = None
         try:
+            if self._placement is None and num_local < self.num_engines:
+                self._placement = EngineHub(config)
             host = None if self._placement is None else self._placement.host
             self.coordinator = CoordinatorProcess(self.folder, self.num_engines, host)
             if not num_attached:
                 self._listener = SnapshotListener(self.coordinator.addresses.snapshots, self._take_snapshot)
             for index in range(self.num_engines):
                 self.links.append(self.start_link(index))
+            if isinstance(self._placement, EngineHub):
+                self._placement.open()
         except BaseException:
             self.close()
             raise
@@ -153,6 +161,7 @@ class EngineGroup:
 
     def _make_link(self, index: int, put: Put) -> EngineLink:
         assert self.coordinator is not None
+        is_here = index < len(self._environments)
         # One progress bar says what all of them do.
         config = dataclasses.replace(self._config, use_tqdm_on_load=self._config.use_tqdm_on_load and index == 0)
         return EngineLink(
@@ -162,8 +171,8 @@ class EngineGroup:
             put,
             engine_index=index,
             coordinator=self.coordinator.addresses.loads,
-            environment=self._environments[index] if self._environments else None,
-            placement=self._placement,
+            environment=self._environments[index] if is_here else None,
+            placement=None if is_here else self._placement,
             other_front_ends=[self.front_end(client).addresses(index) for client in range(self._num_attached)],
         )
 
@@ -286,6 +295,8 @@ class EngineGroup:
             for link in self.links:
                 link.close(drain_timeout)
         finally:
+            if isinstance(self._placement, EngineHub):
+                self._placement.close()
             if self._listener is not None:
                 self._listener.close()
             if self.coordinator is not None:
