@@ -47,8 +47,8 @@ RETRY_S, REMINDER_S = 1.0, 10.0
 _CONNECT_S = 5.0
 
 
-def headless_config(args: EngineArgs) -> tuple[EngineConfig, range]:
-    """(the configuration, which must be the front end's, and the ranks of this machine's engine cores)
+def headless_ranks(args: EngineArgs) -> range:
+    """Of this machine's engine cores.
 
     Raises:
         ValueError: naming the argument and its value.
@@ -76,9 +76,16 @@ def headless_config(args: EngineArgs) -> tuple[EngineConfig, range]:
             f"headless: data_parallel_start_rank {start} and data_parallel_size_local {num_engines} must lie in "
             f"data_parallel_size {size}"
         )
-    # As the front end sees it: not one of these engines is on its machine.
-    seen = dataclasses.replace(args, data_parallel_start_rank=None, data_parallel_size_local=0)
-    return seen.create_engine_config("server"), range(start, start + num_engines)
+    return range(start, start + num_engines)
+
+
+def headless_config(args: EngineArgs) -> EngineConfig:
+    """As the front end sees it: not one of these engines is on its machine.
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+    return dataclasses.replace(args, data_parallel_start_rank=None, data_parallel_size_local=0).create_engine_config("server")
 
 
 def run_headless(config: EngineConfig, ranks: range, executor_class: type[Executor] | None = None) -> None:

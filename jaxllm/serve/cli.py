@@ -210,9 +210,10 @@ def run_engines_only(args: EngineArgs) -> None:
         ValueError: naming the argument and its value, or what the server has against this machine.
         FrontEndLostError: if the server is lost.
     """
-    from jaxllm.engine.headless import headless_config, run_headless
+    from jaxllm.engine.headless import headless_config, headless_ranks, run_headless
 
-    run_headless(*headless_config(args))
+    ranks = headless_ranks(args)
+    run_headless(headless_config(args), ranks)
 
 
 def main(

@@ -4,6 +4,7 @@ Run as a script it is a server of its own: `python toy_server.py [--slow|--broke
 """
 
 import asyncio
+import dataclasses
 import functools
 import sys
 import threading
@@ -82,6 +83,7 @@ class ServerThread:
 
 def main() -> int:
     """`jaxllm.serve` with the toy engine instead of a model."""
+    from jaxllm.engine.headless import headless_ranks, run_headless
     from jaxllm.serve.cli import main as serve
 
     argv = sys.argv[1:]
@@ -90,7 +92,10 @@ def main() -> int:
         argv, executor = argv[1:], EXECUTORS[argv[0]]
 
     def config_of(args: Any) -> Any:
-        return toy_config(data_parallel_size=args.data_parallel_size, data_parallel_restart=args.data_parallel_restart)
+        config = toy_config(data_parallel_size=args.data_parallel_size, data_parallel_restart=args.data_parallel_restart)
+        given = ("data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port")
+        own = {name: getattr(args, name) for name in given if getattr(args, name) is not None}
+        return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **own))
 
     def start(args: Any, phases: Any) -> AsyncLLM:
         with phases.phase("engine"):
@@ -99,7 +104,11 @@ def main() -> int:
     def make_parts(args: Any) -> EngineParts:
         return EngineParts(config_of(args), make_tokenizer, executor)
 
-    return serve(["--host", "127.0.0.1", "--port", "0", "--served-model-name", "toy", *argv], start, make_parts)
+    def run_engines(args: Any) -> None:
+        ranks = headless_ranks(args)
+        run_headless(config_of(args), ranks, executor)
+
+    return serve(["--host", "127.0.0.1", "--port", "0", "--served-model-name", "toy", *argv], start, make_parts, run_engines)
 
 
 if __name__ == "__main__":
