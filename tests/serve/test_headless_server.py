@@ -66,7 +66,7 @@ def test_server_that_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=lambda: listener.accept()[0].close()).start()
-        where = "%s:%d" % listener.getsockname()
-        flags = ["--headless", "--data-parallel-rpc-port", where.partition(":")[2]]
+        port = listener.getsockname()[1]
+        flags = ["--headless", "--data-parallel-rpc-port", str(port)]
         assert main(flags, run_engines=run_engines) == EXIT_FAILED
-    assert f"jaxllm.serve: error: the front end at {where} closed its connection" in capsys.readouterr().err
+    assert f"jaxllm.serve: error: the front end at 127.0.0.1:{port} closed its connection" in capsys.readouterr().err
