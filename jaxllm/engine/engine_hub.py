@@ -9,9 +9,11 @@ A machine joins with the ranks of its engine cores. Those that are started befor
 pass between EngineLink and engine core as on one machine.
 """
 
+import atexit
 import contextlib
 import itertools
 import logging
+import os
 import socket
 import threading
 import time
@@ -166,6 +168,9 @@ class EngineHub:
                 f"{error.strerror}"
             ) from error
         self._acceptor = threading.Thread(target=self._accept, daemon=True, name="machines")
+        self._pid = os.getpid()
+        # After the engine cores, which are started later: an exiting interpreter says goodbye, too.
+        atexit.register(self.close)
 
     def open(self) -> None:
         """Let machines in. After the first `start` of every rank, so that all are wanted that come."""
@@ -243,13 +248,13 @@ class EngineHub:
 
     def _let_in(self, connection: Connection, join: Join, where: str) -> _Machine | None:
         """None if it is refused."""
-        ranks = range(join.start_rank, join.start_rank + join.num_engines)
         with self._lock:
-            why = self._why_not(join, ranks)
+            why = self._why_not(join)
             if why is not None:
                 logger.error("the machine at %s is refused: %s", where, why)
                 connection.send(Refused(why))
                 return None
+            ranks = range(join.start_rank, join.start_rank + join.num_engines)
             machine = _Machine(connection, ranks, where)
             self._machines.update(dict.fromkeys(ranks, machine))
             logger.info("%s has joined", machine)
@@ -259,21 +264,23 @@ class EngineHub:
                     machine.start(process)
         return machine
 
-    def _why_not(self, join: Join, ranks: range) -> str | None:
+    def _why_not(self, join: Join) -> str | None:
         if self._closing.is_set():
             return "the front end ends"
         if join.version != version():
             return f"it has jaxllm {join.version}, the front end {version()}"
         if different := differences(join.config, comparable(self._config)):
             return f"its configuration is not the front end's: {different}"
-        if len(ranks) < 1 or ranks[0] not in self._ranks or ranks[-1] not in self._ranks:
-            here = self._ranks.start
-            own = f"; {ranks_text(range(here))} belong{'s' if here == 1 else ''} to the front end's own machine" if here else ""
+        first, stop = self._ranks.start, self._ranks.stop
+        if join.num_engines < 1 or join.start_rank < first or join.start_rank + join.num_engines > stop:
+            own = (
+                f"; {ranks_text(range(first))} belong{'s' if first == 1 else ''} to the front end's own machine" if first else ""
+            )
             return (
                 f"data_parallel_start_rank {join.start_rank} and data_parallel_size_local {join.num_engines} must lie in "
-                f"[{self._ranks.start}, {self._ranks.stop - 1}]{own}"
+                f"[{first}, {stop - 1}]{own}"
             )
-        for rank in ranks:
+        for rank in range(join.start_rank, join.start_rank + join.num_engines):
             if (owner := self._machines.get(rank)) is not None:
                 return f"rank {rank} is there already, on {owner}"
             if rank not in self._waiting and not self._config.parallel.data_parallel_restart:
@@ -304,6 +311,9 @@ class EngineHub:
 
     def close(self) -> None:
         """Let the machines go, whose engine cores have ended. May be called more than once."""
+        if os.getpid() != self._pid:
+            return  # a fork of the front end has no say in it
+        atexit.unregister(self.close)
         with self._lock:
             if self._closing.is_set():
                 return

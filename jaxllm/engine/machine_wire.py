@@ -23,6 +23,8 @@ from jaxllm.engine.core_proc import Addresses
 BEAT_S = 0.5
 _MOST_BYTES = 1 << 20
 _CLOSE_S = 1.0
+# Of what differs between two machines, for people.
+_MOST_NAMED, _MOST_CHARACTERS = 8, 100
 # Folders and the number of engine cores may be each machine's own.
 _OWN_FIELDS = frozenset(
     (
@@ -219,7 +221,14 @@ def comparable(config: EngineConfig) -> dict[str, str]:
 def differences(theirs: dict[str, str], ours: dict[str, str]) -> str:
     """For people; "" if there are none."""
     names = [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]
-    return ", ".join(f"{name} {theirs.get(name, 'unknown')} there and {ours.get(name, 'unknown')} here" for name in names)
+    said = [f"{_short(name)} {_short(theirs.get(name))} there and {_short(ours.get(name))} here" for name in names[:_MOST_NAMED]]
+    return ", ".join(said) + (f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else "")
+
+
+def _short(text: str | None) -> str:
+    if text is None:
+        return "unknown"
+    return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

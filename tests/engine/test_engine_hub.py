@@ -95,10 +95,11 @@ def test_who_is_refused(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
         ({"of_version": "0.0.1"}, f"it has jaxllm 0.0.1, the front end {version()}"),
         ({"max_num_seqs": "5"}, "its configuration is not the front end's: max_num_seqs 5 there and 4 here"),
         ({"new": "1"}, "its configuration is not the front end's: new 1 there and unknown here"),
-        ({"start": 0}, "must lie in [1, 3]; rank 0 belongs to the front end's own machine"),
+        ({"start": 0}, "must lie in [1, 3]; the front end's own machine has rank 0"),
         ({"num_engines": 3}, "data_parallel_start_rank 2 and data_parallel_size_local 3 must lie in [1, 3]"),
         ({"num_engines": 0}, "data_parallel_size_local 0 must lie in [1, 3]"),
         ({"start": -7}, "must lie in [1, 3]"),
+        ({"num_engines": 2**63 - 1}, "must lie in [1, 3]"),
     ):
         connection, word = hub.join(**{"start": 2, "num_engines": 1, **given})  # type: ignore[arg-type]
         assert isinstance(word, Refused), word
@@ -222,4 +223,7 @@ def test_what_is_compared() -> None:
     assert differences(comparable(other), comparable(config)) == (
         "block_size 8 there and 4 here, dtype 'bfloat16' there and 'float32' here, vocab_size 7 there and 320 here"
     )
+    many = {f"field_{i}": "x" * 200 for i in range(10)}
+    assert differences(many, {}).startswith(f"field_0 {'x' * 100}… there and unknown here, field_1")
+    assert differences(many, {}).endswith(", and 2 more")
     assert [ranks_text(ranks) for ranks in ([3], [1, 2], range(3))] == ["rank 3", "ranks 1 and 2", "ranks 0, 1 and 2"]

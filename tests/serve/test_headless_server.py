@@ -1,6 +1,5 @@
 """A server whose engines are on two machines, by its flags: both are processes on 127.0.0.1."""
 
-import dataclasses
 import re
 import signal
 import socket
@@ -11,17 +10,11 @@ import httpx
 import psutil
 import pytest
 from test_lifecycle import Process, started
-from toy_server import toy_config
+from toy_server import run_engines
 
-from jaxllm.engine.engine_args import EngineArgs
-from jaxllm.engine.headless import headless_ranks, run_headless
 from jaxllm.serve.cli import EXIT_FAILED, EXIT_USAGE, main
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def said(process: Process) -> str:
-    return "".join(process.err)
 
 
 def engines(process: Process) -> list[str]:
@@ -34,7 +27,7 @@ def complete(url: str, rank: int) -> int:
     return httpx.post(url + "/v1/completions", json=body, headers={"x-data-parallel-rank": str(rank)}, timeout=30).status_code
 
 
-def test_server_and_headless_machine() -> None:
+def test_server_and_headless_machine(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         flags = ("-dp", "3", "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(sock.getsockname()[1]))
@@ -49,21 +42,15 @@ def test_server_and_headless_machine() -> None:
         assert {(engine, float(tokens)) for engine, tokens in counted} == {("0", 8.0), ("1", 8.0), ("2", 8.0)}
 
         # What does not fit is refused, and both sides say so.
-        with started("--headless", "-dpl", "2", "-dpr", "1", *flags) as other:
-            assert other.wait() == EXIT_USAGE
-            why = "rank 1 is there already, on the machine at 127.0.0.1"
-            assert f"jaxllm.serve: error: the front end refuses this machine: {why}" in said(other)
+        assert main(["--headless", "-dpl", "2", "-dpr", "1", *flags], run_engines=run_engines) == EXIT_USAGE
+        why = "rank 1 is there already, on the machine at 127.0.0.1"
+        assert f"jaxllm.serve: error: the front end refuses this machine: {why}" in capsys.readouterr().err
         server.popen.send_signal(signal.SIGTERM)
         assert (server.wait(), machine.wait()) == (0, 0)
-        assert why in said(server)
+        assert f"is refused: {why}" in "".join(server.err)
 
 
 def test_server_that_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    def run_engines(args: EngineArgs) -> None:
-        config = toy_config()
-        parallel = dataclasses.replace(config.parallel, data_parallel_rpc_port=args.data_parallel_rpc_port)
-        run_headless(dataclasses.replace(config, parallel=parallel), headless_ranks(args))
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=lambda: listener.accept()[0].close()).start()
         port = listener.getsockname()[1]
