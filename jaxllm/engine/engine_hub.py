@@ -89,8 +89,8 @@ class RemoteEngineProcess:
         with self._lock:
             if not self._ended.is_set():
                 self._how = how
-                self._ended.set()
                 self._other_end.close()
+                self._ended.set()
 
     def fileno(self) -> int:
         """Becomes readable when the process has ended, or was lost with its machine."""
@@ -273,9 +273,7 @@ class EngineHub:
             return f"its configuration is not the front end's: {different}"
         first, stop = self._ranks.start, self._ranks.stop
         if join.num_engines < 1 or join.start_rank < first or join.start_rank + join.num_engines > stop:
-            own = (
-                f"; {ranks_text(range(first))} belong{'s' if first == 1 else ''} to the front end's own machine" if first else ""
-            )
+            own = f"; the front end's own machine has {ranks_text(range(first))}" if first else ""
             return (
                 f"data_parallel_start_rank {join.start_rank} and data_parallel_size_local {join.num_engines} must lie in "
                 f"[{first}, {stop - 1}]{own}"
