@@ -129,7 +129,7 @@ class EngineCoreMain:
             core = EngineCore(self.config, self.executor_class or Executor.get_class(self.config), self.log_stats)
         except BaseException as error:
             logger.exception("the engine core cannot start")
-            _send_to_all(self.front_ends, OutputType.START_FAILED, encode_value(CallFailure.of(error)))
+            send_to_all(self.front_ends, OutputType.START_FAILED, encode_value(CallFailure.of(error)))
             raise SystemExit(1) from None
         # What exists now lives as long as the process: the collector need not look at it again.
         gc.collect()
@@ -143,7 +143,7 @@ class EngineCoreMain:
         os._exit(EXIT_PARENT_GONE)
 
 
-def _send_to_all(front_ends: Sequence[Addresses], kind: OutputType, frames: Frames) -> None:
+def send_to_all(front_ends: Sequence[Addresses], kind: OutputType, frames: Frames) -> None:
     """Send from the address that takes a front end's inputs, and wait until it is gone."""
     with zmq.Context() as context:
         # The last one has started this process, and ends it when it knows.

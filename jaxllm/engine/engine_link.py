@@ -239,7 +239,11 @@ class EngineLink:
                     return EngineDeadError("the engine was shut down")
                 return EngineDeadError(f"{self._process_name} {self.process.how_it_ended()}")
             kind, *frames = self._outputs.recv_multipart(copy=False)
+            if kind.bytes == OutputType.START_FAILED:
+                continue  # said of one before this
             if kind.bytes == OutputType.DEAD:
+                if len(frames) > 1 and int(frames[1].bytes) != self.description["pid"]:
+                    continue  # likewise
                 return EngineDeadError(frames[0].bytes.decode())
             outputs = decode_outputs([frame.buffer for frame in frames])
             if outputs.utility_result is None:

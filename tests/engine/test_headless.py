@@ -314,9 +314,49 @@ def test_engine_that_cannot_start_there(
     assert os.listdir(own_temp_folder) == []
 
 
-def test_several_api_servers_are_refused(port: int) -> None:
-    with pytest.raises(ValueError, match="engines on headless machines need api_server_count 1, got 2"):
-        engine_group.EngineGroup(two_machines(port), ChildExecutor, True, print, num_attached=2)
+def test_front_end_beside_the_first(
+    port: int,
+    machine: Callable[..., Machine],
+    tokenizer: PreTrainedTokenizerFast,
+    own_temp_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As API servers are: it hears of the other machine's engine core's end, and finds the next one."""
+    monkeypatch.setattr(engine_group, "FIRST_RESTART_DELAY_S", 0.05)
+    there = machine()
+    config = two_machines(port, data_parallel_restart=True)
+    group = engine_group.EngineGroup(config, ChildExecutor, True, lambda item: None, num_attached=2)
+    try:
+        group.wait_until_ready()
+        llms = [AsyncLLM(config, tokenizer, front_end=group.front_end(index)) for index in range(2)]
+
+        async def main() -> None:
+            for _ in range(2):
+                for llm in llms:
+                    await ask_each(llm, [0, 1])
+                await set_step_time(llms[0], 0.02)
+                params = SamplingParams(max_tokens=50)
+                begun = [llm.generate([5], params, f"begun{i}", data_parallel_rank=1) for i, llm in enumerate(llms)]
+                for one in begun:
+                    await anext(one)
+                [engine] = there.engines()
+                os.kill(engine, signal.SIGKILL)
+                for one in begun:
+                    with pytest.raises(EngineDeadError, match="engine core 1's process was killed by SIGKILL"):
+                        await collect(one)
+                for llm in llms:
+                    await until(lambda llm=llm: client_of(llm).balancer.available == [0, 1], "its return")
+            assert client_of(llms[0]).pids == client_of(llms[1]).pids == [link.process.pid for link in group.links]
+            assert client_of(llms[0]).pids[1:] == there.engines()
+            for llm in llms:
+                await ask_each(llm, [0, 1])
+
+        run(main())
+        for llm in llms:
+            llm.shutdown()
+    finally:
+        group.close()
+    assert os.listdir(own_temp_folder) == []
 
 
 def test_offline_engine_refuses(port: int) -> None:
