@@ -409,6 +409,9 @@ class ParallelConfig:
         data_parallel_routing: which engine core gets a request: "load" is the one with the least to do, "prefix" the one that has
             most of its prompt in its prefix cache, unless it has much more to do than others.
         data_parallel_backend: "mp" starts engine cores on this machine, "ray" on the nodes of a Ray cluster.
+        data_parallel_size_local: the first so many engine cores are on the front end's machine, the others on headless machines,
+            which join it; None for all.
+        data_parallel_address, data_parallel_rpc_port: where headless machines find the front end.
     """
 
     tensor_parallel_size: int = 1
@@ -426,6 +429,9 @@ class ParallelConfig:
     data_parallel_routing: DataParallelRouting = "load"
     data_parallel_start_rank: int = 0
     data_parallel_backend: DataParallelBackend = "mp"
+    data_parallel_size_local: int | None = None
+    data_parallel_address: str = "127.0.0.1"
+    data_parallel_rpc_port: int = 29550
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
@@ -441,6 +447,18 @@ class ParallelConfig:
         check_at_least("data_parallel_start_rank", self.data_parallel_start_rank, 0)
         check_choice("data_parallel_routing", self.data_parallel_routing, DataParallelRouting)
         check_choice("data_parallel_backend", self.data_parallel_backend, DataParallelBackend)
+        if not 0 <= self.num_local_engines <= self.data_parallel_size:
+            raise ValueError(
+                f"data_parallel_size_local must be in [0, data_parallel_size {self.data_parallel_size}], "
+                f"got {self.data_parallel_size_local}"
+            )
+        if self.num_local_engines < self.data_parallel_size and self.data_parallel_backend == "ray":
+            raise ValueError(
+                f"data_parallel_size_local {self.data_parallel_size_local} needs data_parallel_backend 'mp', got 'ray', which "
+                "places all engines itself"
+            )
+        if not 0 < self.data_parallel_rpc_port < 65536:
+            raise ValueError(f"data_parallel_rpc_port must be in [1, 65535], got {self.data_parallel_rpc_port}")
         check_at_least("devices_per_worker", self.devices_per_worker, 1)
         for name in ("execute_model_timeout", "worker_hang_timeout"):
             if not getattr(self, name) > 0:
@@ -483,9 +501,15 @@ class ParallelConfig:
         return self.num_workers // self.nnodes
 
     @property
+    def num_local_engines(self) -> int:
+        """Those of the front end's own machine, where no Ray places them."""
+        return self.data_parallel_size if self.data_parallel_size_local is None else self.data_parallel_size_local
+
+    @property
     def has_one_engine(self) -> bool:
-        """Whether there is one engine core and never another one."""
-        return self.data_parallel_size == 1 and not self.data_parallel_restart and self.data_parallel_backend == "mp"
+        """Whether there is one engine core, on this machine, and never another one."""
+        is_alone = self.data_parallel_size == self.num_local_engines == 1
+        return is_alone and not self.data_parallel_restart and self.data_parallel_backend == "mp"
 
 
 @dataclass(frozen=True)

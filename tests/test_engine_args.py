@@ -6,6 +6,8 @@ import pytest
 from jaxllm.engine import engine_args
 from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, engine_args_of
 from jaxllm.engine.engine_args import EngineArgs, default_batch_sizes, detect_platform
+from jaxllm.engine.headless import headless_config
+from jaxllm.engine.machine_wire import comparable
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -110,6 +112,33 @@ def test_enforce_eager_is_noted(model, caplog):
     with caplog.at_level(logging.INFO):
         make(model, enforce_eager=True)
     assert "enforce_eager has no effect" in caplog.text
+
+
+def test_engines_on_headless_machines(model, caplog):
+    given = {"data_parallel_size": 4, "data_parallel_address": "10.0.0.1", "data_parallel_rpc_port": 5000}
+    parallel = make(model, data_parallel_size_local=1, **given).parallel
+    assert (parallel.data_parallel_size, parallel.num_local_engines, parallel.data_parallel_start_rank) == (4, 1, 0)
+    assert (parallel.data_parallel_address, parallel.data_parallel_rpc_port) == ("10.0.0.1", 5000)
+    assert not parallel.has_one_engine
+    one = make(model, data_parallel_size_local=0).parallel
+    assert (one.data_parallel_size, one.num_local_engines, one.has_one_engine) == (1, 0, False)
+    assert (one.data_parallel_address, one.data_parallel_rpc_port) == ("127.0.0.1", 29550)
+    # As the other machine makes it.
+    args = EngineArgs(model=model, load_format="dummy", data_parallel_size_local=3, data_parallel_start_rank=1, **given)
+    assert comparable(headless_config(args)) == comparable(make(model, data_parallel_size_local=1, **given))
+    assert headless_config(args).parallel.data_parallel_address == "10.0.0.1"
+    assert caplog.text == ""
+    assert make(model, **given).parallel.num_local_engines == 4
+    assert make(model, data_parallel_rank=3, data_parallel_size=4).parallel.num_local_engines == 1
+    for name in ("data_parallel_address", "data_parallel_rpc_port"):
+        assert f"{name} has no effect: no engine of this server is on a headless machine" in caplog.text
+    for wrong, message in (
+        ({"data_parallel_rpc_port": 0}, r"data_parallel_rpc_port must be in \[1, 65535\], got 0"),
+        ({"data_parallel_backend": "ray"}, "data_parallel_size_local 1 needs data_parallel_backend 'mp', got 'ray'"),
+        ({"nnodes": 2}, "nnodes 2 needs one engine"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(model, **{**given, "data_parallel_size_local": 1, **wrong})
 
 
 def test_platform(monkeypatch):

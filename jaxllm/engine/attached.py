@@ -31,11 +31,10 @@ class _Engine:
         self._wake_up, self._end = os.pipe()
         self._poll.register(self._wake_up, select.EPOLLIN)
 
-    def watch(self, pid: int) -> None:
-        self.pid = pid
+    def watch(self) -> None:
         # If it has ended already there is no such process, which is as good as a sign of its end.
         with contextlib.suppress(ProcessLookupError):
-            self._pidfd = os.pidfd_open(pid)
+            self._pidfd = os.pidfd_open(self.pid)
             self._poll.register(self._pidfd, select.EPOLLIN)
             return
         self.stop_watching()
@@ -66,6 +65,7 @@ class AttachedLink(EngineLink):
 
     def __init__(self, front_end: FrontEnd, engine_index: int, put: Put) -> None:
         self._prepare(put, f"engine core {engine_index}")
+        self._is_here = engine_index not in front_end.remote
         self._identity = engine_identity(engine_index)
         self.process: Any = _Engine()
         self._bind_both(front_end.addresses(engine_index))
@@ -80,7 +80,9 @@ class AttachedLink(EngineLink):
                 assert kind == OutputType.READY, kind
                 self._inputs.router_mandatory = False  # what it does not get is given back when its death is noticed
                 description = decode_value(frames)
-                self.process.watch(description["pid"])
+                self.process.pid = description["pid"]
+                if self._is_here:  # of another machine's end the process that started it tells
+                    self.process.watch()
                 return identity, description
         raise EngineStartError("the front end ends")
 

@@ -6,6 +6,7 @@ It keeps nothing that it could not be told again: if its process dies another on
 engine core it says nothing of it. Requests never pass through it.
 """
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -136,7 +137,7 @@ class CoordinatorProcess:
     """
 
     def __init__(self, folder: str, num_engines: int, host: str | None = None) -> None:
-        loads = f"ipc://{folder}/loads" if host is None else f"tcp://{host}:{_free_port(host)}"
+        loads = f"ipc://{folder}/loads" if host is None else f"tcp://{host}:{free_ports(host, 1)[0]}"
         self.addresses = CoordinatorAddresses(loads, f"ipc://{folder}/snapshots")
         self._main = CoordinatorMain(self.addresses, num_engines, os.getpid(), folder)
         self._lock = threading.Lock()  # of `process` together with `_closed`
@@ -173,10 +174,13 @@ class CoordinatorProcess:
         self.process.close()
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as sock:
-        sock.bind((host, 0))
-        return sock.getsockname()[1]
+def free_ports(host: str, count: int) -> list[int]:
+    """Ports of this machine's address `host` that nobody uses now."""
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in socks:
+            sock.bind((host, 0))
+        return [sock.getsockname()[1] for sock in socks]
 
 
 class SnapshotListener:

@@ -96,7 +96,7 @@ class EngineCoreMain:
     Attributes:
         executor_class: None for `Executor.get_class(config)`, which only the new process may ask: it imports jax.
         front_ends: by client index.
-        folder: of the sockets; removed if the parent cannot do it any more.
+        folder: of the sockets; removed if the parent cannot do it any more. None if they are on TCP.
         log_level: of the new process's root logger.
         engine_index: which of several engine cores it is.
         coordinator: where the coordinator takes the loads of engine cores; None to tell nobody.
@@ -107,7 +107,7 @@ class EngineCoreMain:
     log_stats: bool
     front_ends: tuple[Addresses, ...]
     parent_pid: int
-    folder: str
+    folder: str | None
     log_level: int
     engine_index: int = 0
     coordinator: str | None = None
@@ -129,7 +129,7 @@ class EngineCoreMain:
             core = EngineCore(self.config, self.executor_class or Executor.get_class(self.config), self.log_stats)
         except BaseException as error:
             logger.exception("the engine core cannot start")
-            _send_to_all(self.front_ends, OutputType.START_FAILED, encode_value(CallFailure.of(error)))
+            send_to_all(self.front_ends, OutputType.START_FAILED, encode_value(CallFailure.of(error)))
             raise SystemExit(1) from None
         # What exists now lives as long as the process: the collector need not look at it again.
         gc.collect()
@@ -138,11 +138,12 @@ class EngineCoreMain:
 
     def _end_with_parent(self, link: socket.socket) -> None:
         wait_for_parent(link, self.parent_pid)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(EXIT_PARENT_GONE)
 
 
-def _send_to_all(front_ends: Sequence[Addresses], kind: OutputType, frames: Frames) -> None:
+def send_to_all(front_ends: Sequence[Addresses], kind: OutputType, frames: Frames) -> None:
     """Send from the address that takes a front end's inputs, and wait until it is gone."""
     with zmq.Context() as context:
         # The last one has started this process, and ends it when it knows.

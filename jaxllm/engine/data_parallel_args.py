@@ -9,12 +9,14 @@ from typing import NamedTuple
 class LocalEngines(NamedTuple):
     """
     Attributes:
-        size: how many there are here.
+        size: how many it has.
         start_rank: the rank of the first of them; the ranks of the others follow.
+        size_local: how many of them, the first ones, are on its machine.
     """
 
     size: int
     start_rank: int
+    size_local: int
 
 
 def local_engines(
@@ -22,7 +24,8 @@ def local_engines(
 ) -> LocalEngines:
     """From the arguments of the same names, which begin with `data_parallel_`.
 
-    - internal (neither): all engines are here, and the server shares out the requests among them.
+    - internal (neither): the server shares out the requests among all engines. The first `size_local` are here, the others on
+      machines that join it.
     - external (`rank`): one engine is here; who calls the servers shares out the requests among them.
     - hybrid (`hybrid_lb` or `start_rank`): `size_local` engines are here, and this server shares out what it gets among them.
 
@@ -38,7 +41,7 @@ def local_engines(
             raise ValueError("data_parallel_rank is for one engine a server; it excludes data_parallel_hybrid_lb and start_rank")
         if size_local not in (None, 1):
             raise ValueError(f"data_parallel_size_local must be 1 with data_parallel_rank, got {size_local}")
-        return LocalEngines(1, rank)
+        return LocalEngines(1, rank, 1)
     if hybrid_lb or start_rank is not None:
         start = start_rank or 0
         if size_local is None:
@@ -48,10 +51,9 @@ def local_engines(
                 f"data_parallel_start_rank {start} and data_parallel_size_local {size_local} must lie in "
                 f"data_parallel_size {size}"
             )
-        return LocalEngines(size_local, start)
-    if size_local not in (None, size):
-        raise ValueError(
-            f"data_parallel_size_local must be data_parallel_size, {size}, got {size_local}: engines on other machines need a "
-            "server there (data_parallel_hybrid_lb) and a load balancer before the servers"
-        )
-    return LocalEngines(size, 0)
+        return LocalEngines(size_local, start, size_local)
+    if size_local is None:
+        size_local = size
+    if not 0 <= size_local <= size:
+        raise ValueError(f"data_parallel_size_local must be in [0, data_parallel_size {size}], got {size_local}")
+    return LocalEngines(size, 0, size_local)

@@ -130,8 +130,11 @@ class EngineArgs:
         master_port: at which port, and the two after it.
         data_parallel_size: engines, each with devices of its own, among which a server shares out its requests.
         data_parallel_rank: one engine is here, of this rank; a load balancer outside shares out the requests.
-        data_parallel_size_local: how many of the engines are here, with data_parallel_hybrid_lb.
-        data_parallel_start_rank: the rank of the first engine here; implies data_parallel_hybrid_lb.
+        data_parallel_size_local: how many of the engines are on this machine; by default all. The server waits for the others to
+            join from machines that run it with --headless.
+        data_parallel_start_rank: the rank of the first engine here; implies data_parallel_hybrid_lb, but for --headless.
+        data_parallel_address: where headless machines find the server, 127.0.0.1 by default.
+        data_parallel_rpc_port: at which port, 29550 by default; requests and outputs take ports of their own.
         data_parallel_hybrid_lb: a load balancer outside shares out the requests among servers of several engines each.
         data_parallel_external_lb: a load balancer outside shares out the requests among servers of one engine each; needs
             data_parallel_rank.
@@ -200,6 +203,8 @@ class EngineArgs:
     data_parallel_rank: int | None = None
     data_parallel_size_local: int | None = None
     data_parallel_start_rank: int | None = None
+    data_parallel_address: str | None = None
+    data_parallel_rpc_port: int | None = None
     data_parallel_hybrid_lb: bool = False
     data_parallel_external_lb: bool = False
     data_parallel_restart: bool = False
@@ -256,6 +261,10 @@ class EngineArgs:
             self.data_parallel_hybrid_lb,
             self.data_parallel_external_lb,
         )
+        if local.size_local == local.size:
+            for name in ("data_parallel_address", "data_parallel_rpc_port"):
+                if getattr(self, name) is not None:
+                    logger.warning("%s has no effect: no engine of this server is on a headless machine", name)
         platform = detect_platform() if device is None else "cuda"
         needs_weights = self.load_format != "dummy"
         source = resolve_model(self.model, revision=self.revision, download_dir=self.download_dir, weights=needs_weights)
@@ -313,6 +322,11 @@ class EngineArgs:
                 data_parallel_restart=self.data_parallel_restart,
                 data_parallel_routing=self.data_parallel_routing,  # type: ignore[arg-type]  # checked at birth
                 data_parallel_backend=self.data_parallel_backend,  # type: ignore[arg-type]  # checked at birth
+                data_parallel_size_local=None if local.size_local == local.size else local.size_local,
+                data_parallel_address=self.data_parallel_address or ParallelConfig.data_parallel_address,
+                data_parallel_rpc_port=ParallelConfig.data_parallel_rpc_port
+                if self.data_parallel_rpc_port is None
+                else self.data_parallel_rpc_port,
             ),
             attention_backend=self.attention_backend,
             cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),

@@ -4,14 +4,15 @@ import dataclasses
 import logging
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jaxllm.config import EngineConfig
 from jaxllm.core.types import EngineCoreOutputs
-from jaxllm.engine.coordinator import CoordinatorProcess, Snapshot, SnapshotListener
-from jaxllm.engine.core_proc import Addresses
+from jaxllm.engine.coordinator import CoordinatorProcess, Snapshot, SnapshotListener, free_ports
+from jaxllm.engine.core_proc import Addresses, OutputType, send_to_all
 from jaxllm.engine.engine_devices import engine_environment
+from jaxllm.engine.engine_hub import EngineHub
 from jaxllm.engine.engine_link import EngineLink, Put, socket_folder
 from jaxllm.engine.errors import EngineDeadError, EngineStartError
 from jaxllm.engine.ray_process import RayPlacement
@@ -40,17 +41,26 @@ class FrontEnd(NamedTuple):
     Attributes:
         folder: of all their sockets; whoever has started the engine cores has made it.
         snapshots: where the coordinator publishes.
+        remote: where it takes from and gives to engine cores of other machines, by engine index.
     """
 
     folder: str
     client_index: int
     client_count: int
     snapshots: str
+    remote: Mapping[int, Addresses]
 
     def addresses(self, engine_index: int) -> Addresses:
         """Where it takes from and gives to an engine core."""
+        if engine_index in self.remote:
+            return self.remote[engine_index]
         start = f"ipc://{self.folder}/{self.client_index}-{engine_index}"
         return Addresses(f"{start}-inputs", f"{start}-outputs")
+
+
+def _remote_addresses(host: str, engines: range) -> dict[int, Addresses]:
+    ports = iter(free_ports(host, 2 * len(engines)))
+    return {index: Addresses(f"tcp://{host}:{next(ports)}", f"tcp://{host}:{next(ports)}") for index in engines}
 
 
 class EngineGroup:
@@ -80,24 +90,32 @@ class EngineGroup:
     ) -> None:
         self._prepare(config, put)
         self._executor_class, self._log_stats, self._num_attached = executor_class, log_stats, num_attached
-        self._placement: RayPlacement | None = None
-        self._environments: list[dict[str, str]] = []
+        self._placement: RayPlacement | EngineHub | None = None  # of the engine cores that are not on this machine
+        self._environments: list[dict[str, str]] = []  # of those that are
+        num_local = config.parallel.num_local_engines
         if config.parallel.data_parallel_backend == "ray":
             if num_attached:
                 raise ValueError(f"data_parallel_backend 'ray' needs api_server_count 1, got {num_attached}")
             self._placement = RayPlacement(config)
         else:
-            self._environments = [engine_environment(config, index, self.num_engines) for index in range(self.num_engines)]
+            self._environments = [engine_environment(config, index, num_local) for index in range(num_local)]
         self.folder = socket_folder()
+        self._remote = [{} for _ in range(num_attached)]
         self._listener: SnapshotListener | None = None
         self.coordinator: CoordinatorProcess | None = None
         try:
+            if self._placement is None and num_local < self.num_engines:
+                self._placement = EngineHub(config)
+                for remote in self._remote:
+                    remote.update(_remote_addresses(self._placement.host, range(num_local, self.num_engines)))
             host = None if self._placement is None else self._placement.host
             self.coordinator = CoordinatorProcess(self.folder, self.num_engines, host)
             if not num_attached:
                 self._listener = SnapshotListener(self.coordinator.addresses.snapshots, self._take_snapshot)
             for index in range(self.num_engines):
                 self.links.append(self.start_link(index))
+            if isinstance(self._placement, EngineHub):
+                self._placement.open()
         except BaseException:
             self.close()
             raise
@@ -123,6 +141,7 @@ class EngineGroup:
         self._starting: dict[int, EngineLink] = {}
         self._restarts: list[threading.Thread] = []
         self.restarting: set[int] = set()
+        self._remote: list[dict[int, Addresses]] = []  # of each FrontEnd
 
     @property
     def dead_error(self) -> EngineDeadError | None:
@@ -138,13 +157,15 @@ class EngineGroup:
     def front_end(self, client_index: int) -> FrontEnd:
         """Of those that are attached."""
         assert self.coordinator is not None
-        return FrontEnd(self.folder, client_index, self._num_attached, self.coordinator.addresses.snapshots)
+        snapshots, remote = self.coordinator.addresses.snapshots, self._remote[client_index]
+        return FrontEnd(self.folder, client_index, self._num_attached, snapshots, remote)
 
     def start_link(self, index: int) -> EngineLink:
         """A link to engine core `index`, which is not ready yet."""
 
         def put(item: EngineCoreOutputs | EngineDeadError) -> None:
             if isinstance(item, EngineDeadError):
+                self._tell_attached(index, link)
                 self._begin_restart(index)
             self._put((index, link, item))
 
@@ -153,6 +174,7 @@ class EngineGroup:
 
     def _make_link(self, index: int, put: Put) -> EngineLink:
         assert self.coordinator is not None
+        is_here = index < len(self._environments)
         # One progress bar says what all of them do.
         config = dataclasses.replace(self._config, use_tqdm_on_load=self._config.use_tqdm_on_load and index == 0)
         return EngineLink(
@@ -162,10 +184,18 @@ class EngineGroup:
             put,
             engine_index=index,
             coordinator=self.coordinator.addresses.loads,
-            environment=self._environments[index] if self._environments else None,
-            placement=self._placement,
+            environment=self._environments[index] if is_here else None,
+            placement=None if is_here else self._placement,
             other_front_ends=[self.front_end(client).addresses(index) for client in range(self._num_attached)],
         )
+
+    def _tell_attached(self, index: int, link: EngineLink) -> None:
+        """From the receiving thread of the link that has died: front ends cannot see for themselves what another machine's do."""
+        told = [remote[index] for remote in self._remote if index in remote]
+        if told and not self._closed.is_set():
+            frames = [str(link.death).encode(), str(link.description["pid"]).encode()]
+            args = (told, OutputType.DEAD, frames)
+            threading.Thread(target=send_to_all, args=args, daemon=True, name=f"death-{index}").start()
 
     def _begin_restart(self, index: int) -> None:
         """From the receiving thread of the link that has died."""
@@ -286,6 +316,8 @@ class EngineGroup:
             for link in self.links:
                 link.close(drain_timeout)
         finally:
+            if isinstance(self._placement, EngineHub):
+                self._placement.close()
             if self._listener is not None:
                 self._listener.close()
             if self.coordinator is not None:

@@ -23,6 +23,7 @@ import zmq
 from jaxllm.config import EngineConfig
 from jaxllm.core.types import EngineCoreOutputs
 from jaxllm.engine.core_proc import Addresses, EngineCoreMain, InputType, OutputType
+from jaxllm.engine.engine_hub import EngineHub, RemoteEngineProcess
 from jaxllm.engine.engine_process import EngineProcess
 from jaxllm.engine.errors import EngineDeadError, EngineStartError
 from jaxllm.engine.ray_process import RayEngineProcess, RayPlacement
@@ -56,7 +57,7 @@ class EngineLink:
         put: gets, from the receiving thread, every EngineCoreOutputs that answers no call, and in the end an EngineDeadError.
         engine_index, coordinator: for one of several; see EngineCoreMain.
         environment: variables of the process.
-        placement: to start it as a Ray actor, on any node; its sockets are then on TCP.
+        placement: to start it elsewhere, as a Ray actor or on a headless machine; its sockets are then on TCP.
         other_front_ends: that the engine core serves too, by client index; this one comes after them.
 
     Raises:
@@ -77,7 +78,7 @@ class EngineLink:
         engine_index: int = 0,
         coordinator: str | None = None,
         environment: Mapping[str, str] | None = None,
-        placement: RayPlacement | None = None,
+        placement: RayPlacement | EngineHub | None = None,
         other_front_ends: Sequence[Addresses] = (),
     ) -> None:
         _check_importable(executor_class)
@@ -95,7 +96,7 @@ class EngineLink:
                 config, executor_class, log_stats, front_ends, self._pid, self._folder, level, engine_index, coordinator
             )
             name = "engine-core" if coordinator is None else f"engine-core-{engine_index}"
-            self.process: EngineProcess | RayEngineProcess = (
+            self.process: EngineProcess | RayEngineProcess | RemoteEngineProcess = (
                 EngineProcess(main, name, environment) if placement is None else placement.start(main, name)
             )
         except BaseException:
@@ -238,7 +239,11 @@ class EngineLink:
                     return EngineDeadError("the engine was shut down")
                 return EngineDeadError(f"{self._process_name} {self.process.how_it_ended()}")
             kind, *frames = self._outputs.recv_multipart(copy=False)
+            if kind.bytes == OutputType.START_FAILED:
+                continue  # said of one before this
             if kind.bytes == OutputType.DEAD:
+                if len(frames) > 1 and int(frames[1].bytes) != self.description["pid"]:
+                    continue  # likewise
                 return EngineDeadError(frames[0].bytes.decode())
             outputs = decode_outputs([frame.buffer for frame in frames])
             if outputs.utility_result is None:

@@ -13,6 +13,10 @@ class EngineStartError(RuntimeError):
     """The engine core's process did not become ready."""
 
 
+class FrontEndLostError(RuntimeError):
+    """The front end that this machine's engine cores belong to is not there any more, and has not said that it would end."""
+
+
 class RequestFailedError(RuntimeError):
     """The engine core gave up on one request; the others go on."""
 

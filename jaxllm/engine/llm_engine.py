@@ -72,6 +72,8 @@ class LLMEngine:
                 f"data_parallel_size must be 1 here, got {config.parallel.data_parallel_size}: several engines are for servers "
                 "(`python -m jaxllm.serve`, AsyncLLM); offline, start a process with an LLM for each share of the prompts"
             )
+        if not config.parallel.num_local_engines:
+            raise ValueError("data_parallel_size_local must be 1 here, got 0: engines on other machines are for servers")
         if multiprocess:
             self.engine_core = SyncMPClient(config, executor_class, config.log_stats)
         else:

@@ -45,6 +45,7 @@ class ServeArgs:
         disable_uvicorn_access_log: do not log every call.
         uvicorn_log_level: debug, info, warning, error or critical: what the HTTP server itself logs.
         api_server_count: processes that serve HTTP, before the same engines.
+        headless: serve nothing: this machine has engines of the server at --data-parallel-address, or workers (--node-rank).
         shutdown_timeout: seconds that open requests get when the server is told to stop.
     """
 
@@ -87,12 +88,15 @@ class ServeArgs:
     uvicorn_log_level: str = "info"
     shutdown_timeout: float = 0.0
     api_server_count: int = 1
+    headless: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be in [0, 65535], got {self.port}")
         if self.api_server_count < 1:
             raise ValueError(f"--api-server-count must be at least 1, got {self.api_server_count}")
+        if self.headless and self.api_server_count > 1:
+            raise ValueError(f"--headless serves nothing: --api-server-count must be 1, got {self.api_server_count}")
         if self.max_body_size < 1:
             raise ValueError(f"--max-body-size must be at least 1, got {self.max_body_size}")
         if self.max_log_len is not None and self.max_log_len < 0:

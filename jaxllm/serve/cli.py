@@ -18,7 +18,7 @@ import uvloop
 
 from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, add_fields, engine_args_of, fields_of, run_node
 from jaxllm.engine.engine_args import EngineArgs
-from jaxllm.engine.errors import EngineStartError
+from jaxllm.engine.errors import EngineStartError, FrontEndLostError
 from jaxllm.serve.args import ServeArgs
 from jaxllm.serve.vllm_flags import add_vllm_flags, long_flags
 
@@ -36,7 +36,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "HTTP": (
         "host", "port", "uds", "root_path", "api_key", "allowed_origins", "allowed_methods", "allowed_headers",
         "allow_credentials", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "max_body_size", "sse_keep_alive_interval",
-        "shutdown_timeout", "disable_fastapi_docs", "dev_mode", "api_server_count",
+        "shutdown_timeout", "disable_fastapi_docs", "dev_mode", "api_server_count", "headless",
     ),
     "API": (
         "served_model_name", "chat_template", "chat_template_content_format", "default_chat_template_kwargs",
@@ -203,16 +203,31 @@ def engine_parts(args: EngineArgs) -> "EngineParts":
     return EngineParts(args.create_engine_config("server"), args.load_tokenizer)
 
 
+def run_engines_only(args: EngineArgs) -> None:
+    """What --headless does.
+
+    Raises:
+        ValueError: naming the argument and its value, or what the server has against this machine.
+        FrontEndLostError: if the server is lost.
+    """
+    from jaxllm.engine.headless import headless_config, headless_ranks, run_headless
+
+    ranks = headless_ranks(args)
+    run_headless(headless_config(args), ranks)
+
+
 def main(
     argv: Sequence[str] | None = None,
     start: "Callable[[EngineArgs, Phases], AsyncLLM]" = start_engine,
     make_parts: "Callable[[EngineArgs], EngineParts]" = engine_parts,
+    run_engines: Callable[[EngineArgs], None] = run_engines_only,
 ) -> int:
     """Serve until told to stop.
 
     Args:
         start: makes the engine.
         make_parts: what several API servers make their engines of.
+        run_engines: runs engines for the server of another machine.
 
     Returns:
         The exit code: 0 if it was told to stop, EXIT_USAGE for a mistake of the caller, EXIT_FAILED if the engine did not start
@@ -227,6 +242,10 @@ def main(
     try:
         if engine_args.node_rank > 0:
             return run_node(engine_args, "server")
+        if serve_args.headless:
+            with _interrupted_by_sigterm():
+                run_engines(engine_args)
+            return 0
         from jaxllm.serve.server import bind
 
         sock = bind(serve_args)
@@ -250,7 +269,7 @@ def main(
     except ValueError as error:
         print(f"jaxllm.serve: error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except EngineStartError as error:
+    except (EngineStartError, FrontEndLostError) as error:
         print(f"jaxllm.serve: error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:

@@ -17,17 +17,19 @@ DEFAULTS: dict[str, Any] = dict(zip(NAMES, (8, None, None, None, False, False), 
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({}, (8, 0)),
-        ({"size": 1}, (1, 0)),
-        ({"size_local": 8}, (8, 0)),
-        ({"rank": 3}, (1, 3)),
-        ({"rank": 0, "external_lb": True, "size_local": 1}, (1, 0)),
-        ({"hybrid_lb": True, "size_local": 4}, (4, 0)),
-        ({"start_rank": 4, "size_local": 4}, (4, 4)),
-        ({"start_rank": 0, "size_local": 2, "hybrid_lb": True}, (2, 0)),
+        ({}, (8, 0, 8)),
+        ({"size": 1}, (1, 0, 1)),
+        ({"size_local": 8}, (8, 0, 8)),
+        ({"size_local": 3}, (8, 0, 3)),
+        ({"size_local": 0}, (8, 0, 0)),
+        ({"rank": 3}, (1, 3, 1)),
+        ({"rank": 0, "external_lb": True, "size_local": 1}, (1, 0, 1)),
+        ({"hybrid_lb": True, "size_local": 4}, (4, 0, 4)),
+        ({"start_rank": 4, "size_local": 4}, (4, 4, 4)),
+        ({"start_rank": 0, "size_local": 2, "hybrid_lb": True}, (2, 0, 2)),
     ],
 )
-def test_local_engines(given: dict[str, Any], found: tuple[int, int]) -> None:
+def test_local_engines(given: dict[str, Any], found: tuple[int, int, int]) -> None:
     assert local_engines(**{**DEFAULTS, **given}) == found
 
 
@@ -43,7 +45,8 @@ def test_local_engines(given: dict[str, Any], found: tuple[int, int]) -> None:
         ({"hybrid_lb": True}, "need data_parallel_size_local"),
         ({"start_rank": 6, "size_local": 4}, "data_parallel_start_rank 6 and data_parallel_size_local 4"),
         ({"start_rank": 0, "size_local": 0}, "data_parallel_size_local 0 must lie"),
-        ({"size_local": 4}, "data_parallel_size_local must be data_parallel_size, 8, got 4: engines on other machines"),
+        ({"size_local": 9}, r"data_parallel_size_local must be in \[0, data_parallel_size 8\], got 9"),
+        ({"size_local": -1}, r"data_parallel_size_local must be in \[0, data_parallel_size 8\], got -1"),
     ],
 )
 def test_mistakes(given: dict[str, Any], message: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.engine.engine_args import EngineArgs
+from jaxllm.serve import cli
 from jaxllm.serve.args import ServeArgs
 from jaxllm.serve.chat_prompt import load_chat_template
 from jaxllm.serve.cli import EXIT_USAGE, GROUPS, main, make_parser, parse
@@ -141,6 +142,28 @@ def test_data_parallel_flags(capsys: pytest.CaptureFixture[str]):
     _, engine, _ = parse(["-dp", "2", "-dpn", "1", "--data-parallel-external-lb", "--data-parallel-backend", "mp"])
     assert (engine.data_parallel_rank, engine.data_parallel_external_lb) == (1, True)
     assert "--api-server-count must be at least 1, got 0" in refused(["-asc", "0"], capsys)
+
+
+def test_headless_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    serve, engine, notes = parse([
+        "--headless", "-dp", "4", "-dpl", "2", "-dpr", "2", "--data-parallel-address", "10.0.0.1",
+        "--data-parallel-rpc-port", "1k", "--port", "80",
+    ])  # fmt: skip
+    assert (serve.headless, notes) == (True, [])
+    assert (engine.data_parallel_address, engine.data_parallel_rpc_port) == ("10.0.0.1", 1000)
+    message = "--headless serves nothing: --api-server-count must be 1, got 2"
+    assert message in refused(["--headless", "-asc", "2"], capsys)
+    for wrong, message in (
+        (["--data-parallel-backend", "ray"], "headless excludes data_parallel_backend 'ray'"),
+        (["--data-parallel-hybrid-lb"], "headless excludes data_parallel_hybrid_lb"),
+        (["-dpn", "1"], "headless excludes data_parallel_rank"),
+        (["--nnodes", "2"], "headless with nnodes 2 is for node_rank 1 and above"),
+    ):
+        assert main(["--headless", "-dp", "4", *wrong]) == EXIT_USAGE
+        assert message in capsys.readouterr().err
+    # Workers of an engine on several machines are no engines.
+    monkeypatch.setattr(cli, "run_node", lambda args, usage: 7)
+    assert main(["--headless", "--nnodes", "2", "--node-rank", "1"]) == 7
 
 
 def test_the_documentation_lists_them():

@@ -4,6 +4,7 @@ Run as a script it is a server of its own: `python toy_server.py [--slow|--broke
 """
 
 import asyncio
+import dataclasses
 import functools
 import sys
 import threading
@@ -12,7 +13,10 @@ from typing import Any
 from saying import BrokenExecutor, ImpossibleExecutor, SayingExecutor, SlowExecutor
 from toy_engine import ToyExecutor, make_config, make_tokenizer
 
+from jaxllm.config import EngineConfig
 from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.engine.engine_args import EngineArgs
+from jaxllm.engine.headless import headless_ranks, run_headless
 from jaxllm.serve.api_servers import EngineParts
 from jaxllm.serve.args import ServeArgs
 from jaxllm.serve.context import Context
@@ -80,6 +84,19 @@ class ServerThread:
         return self.exit_code
 
 
+def config_of(args: EngineArgs) -> EngineConfig:
+    """What the flags of data parallelism say; the rest is the toy's own."""
+    config = toy_config(data_parallel_size=args.data_parallel_size, data_parallel_restart=args.data_parallel_restart)
+    names = ("data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **given))
+
+
+def run_engines(args: EngineArgs, executor: type[ToyExecutor] = SayingExecutor) -> None:
+    ranks = headless_ranks(args)
+    run_headless(config_of(args), ranks, executor)
+
+
 def main() -> int:
     """`jaxllm.serve` with the toy engine instead of a model."""
     from jaxllm.serve.cli import main as serve
@@ -89,9 +106,6 @@ def main() -> int:
     if argv and argv[0] in EXECUTORS:
         argv, executor = argv[1:], EXECUTORS[argv[0]]
 
-    def config_of(args: Any) -> Any:
-        return toy_config(data_parallel_size=args.data_parallel_size, data_parallel_restart=args.data_parallel_restart)
-
     def start(args: Any, phases: Any) -> AsyncLLM:
         with phases.phase("engine"):
             return AsyncLLM(config_of(args), tokenizer(), executor)
@@ -99,7 +113,8 @@ def main() -> int:
     def make_parts(args: Any) -> EngineParts:
         return EngineParts(config_of(args), make_tokenizer, executor)
 
-    return serve(["--host", "127.0.0.1", "--port", "0", "--served-model-name", "toy", *argv], start, make_parts)
+    argv = ["--host", "127.0.0.1", "--port", "0", "--served-model-name", "toy", *argv]
+    return serve(argv, start, make_parts, functools.partial(run_engines, executor=executor))
 
 
 if __name__ == "__main__":
