@@ -116,7 +116,7 @@ class IterationStats:
         output: EngineCoreOutput,
         num_new_tokens: int,
         timestamp: float,
-        prompt_len: int,
+        prompt_token_ids: Sequence[int],
         is_prefilling: bool,
     ) -> None:
         """Count one output, and bring the request's own times up to date.
@@ -131,7 +131,7 @@ class IterationStats:
         self.num_generation_tokens += num_new_tokens
         stats.num_generation_tokens += num_new_tokens
         if is_prefilling:
-            self.num_prompt_tokens += prompt_len
+            self.num_prompt_tokens += len(prompt_token_ids)
             self.num_cached_tokens += output.num_cached_tokens
             if not num_new_tokens:
                 return
