@@ -4,6 +4,7 @@ A step fills an IterationStats, EngineMetrics adds it up. Metric names are vLLM'
 """
 
 from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -202,9 +203,10 @@ class Histogram:
         return dict(zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts), strict=True))
 
     def observe(self, values: Iterable[float]) -> None:
-        for value in values:
-            self.counts[bisect_left(self.bounds, value)] += 1
-            self.sum += value
+        # The requests that decode together have waited equally long.
+        for value, count in Counts(values).items():
+            self.counts[bisect_left(self.bounds, value)] += count
+            self.sum += value * count
 
 
 Metric = Counter | Gauge | Histogram

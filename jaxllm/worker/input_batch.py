@@ -117,6 +117,8 @@ class InputBatch:
     def num_computed(self, scheduler_output: SchedulerOutput, req_ids: Sequence[str]) -> np.ndarray:
         """Tokens of each request that were in the cache before this step, int64 [rows]."""
         cached = scheduler_output.scheduled_cached_reqs
+        if req_ids == cached.req_ids:  # so it is in a step of nothing but decodes
+            return np.array(cached.num_computed_tokens, np.int64)
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request in scheduler_output.scheduled_new_reqs:
             computed[request.req_id] = request.num_computed_tokens
@@ -125,10 +127,10 @@ class InputBatch:
     def _pack_new_blocks(self, scheduler_output: SchedulerOutput, index: np.ndarray, block: np.ndarray) -> None:
         cached = scheduler_output.scheduled_cached_reqs
         n = 0
-        for req_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for i, new_blocks in enumerate(cached.new_block_ids):
             if new_blocks is None:
                 continue
-            row = self.row_of[req_id]
+            row = self.row_of[cached.req_ids[i]]
             for group, ids in enumerate(new_blocks):
                 first = (group * self.max_num_rows + row) * self.max_blocks + self._num_blocks[row, group]
                 index[n : n + len(ids)] = np.arange(first, first + len(ids))
