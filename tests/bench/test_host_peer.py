@@ -119,5 +119,5 @@ def test_the_loop_of_the_peer() -> None:
     figures = time_steps(scheduler, process_outputs, make_output, 3, num_steps=7, num_warm_up_steps=2)
     assert list(figures) == ["schedule", "update", "output", "cpu"]
     assert min(figures.values()) > 0
-    # 10 and 6 tokens of prompts, then a decode, the other 4 and 10; the last step is scheduled while the ninth decode is taken in.
+    # 10 and 6 tokens of prompts; a decode, the other 4, and 10. The last step is scheduled while the ninth decode is taken in.
     assert steps == [16, 15, *[3] * 10]
