@@ -23,6 +23,7 @@ class InputBatch:
         self.max_num_rows, self.num_groups, self.max_blocks = max_num_rows, num_groups, max_blocks
         self.row_of: dict[str, int] = {}
         self.sampling_params: dict[str, SamplingParams] = {}
+        self.asking: set[str] = set()  # requests that want log probabilities of their tokens
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
         # Tokens that the host knows; from the first position beyond them on, each token is the one sampled last.
         self._token_ids: list[np.ndarray] = [np.empty(0, np.int32)] * max_num_rows
@@ -36,6 +37,7 @@ class InputBatch:
         if row is None:
             return
         del self.sampling_params[req_id]
+        self.asking.discard(req_id)
         self._token_ids[row] = np.empty(0, np.int32)
         self._free_rows.append(row)
 
@@ -45,6 +47,8 @@ class InputBatch:
         row = self._free_rows.pop()
         self.row_of[request.req_id] = row
         self.sampling_params[request.req_id] = request.sampling_params
+        if request.sampling_params.num_logprobs is not None:
+            self.asking.add(request.req_id)
         self._token_ids[row] = np.asarray(request.token_ids, np.int32)
         self._num_known[row] = len(request.token_ids)
         self._num_prompt[row] = request.num_prompt_tokens
