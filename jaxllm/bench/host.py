@@ -4,12 +4,14 @@ import argparse
 import dataclasses
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxllm.bench.host_peer import peer_table, start_peer
 from jaxllm.bench.report import table, write_json
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, KVCacheGroup, KVCacheSpec
@@ -30,6 +32,9 @@ def add_host_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=human_int, nargs="+", default=list(SIZES), metavar="N", help="requests at once")
     parser.add_argument("--num-steps", type=human_int, default=200, metavar="N", help="steps of each size (default: 200)")
     parser.add_argument("--input-len", type=human_int, default=128, metavar="N", help="tokens of a prompt (default: 128)")
+    parser.add_argument(
+        "--peer", metavar="PYTHON", help="an interpreter that has vLLM, whose scheduler and output processor are measured too"
+    )
     parser.add_argument("--output-json", metavar="FILE", help="write the figures to a file")
     add_engine_args(parser)
 
@@ -44,17 +49,41 @@ def run(args: argparse.Namespace) -> int:
     engine_args = dataclasses.replace(engine_args_of(args), load_format="dummy")
     tokenizer = engine_args.load_tokenizer()
     ids = [1] if tokenizer is None else tokenizer.encode(_TEXT, add_special_tokens=False)
-    results = {}
-    for size in args.sizes:
-        length = args.input_len + _num_output_tokens(size, args.num_steps, args.input_len)
-        config = dataclasses.replace(
-            engine_args, max_num_seqs=size, max_num_batched_tokens=size + _PREFILL_TOKENS, max_model_len=length,
-            num_gpu_blocks_override=size * -(-length // engine_args.block_size) + 2,
-        ).create_engine_config()  # fmt: skip
-        results[size] = measure(config, tokenizer, size, args.num_steps, args.input_len, ids)
+    results, peer_results = {}, {}
+    with ExitStack() as stack:
+        peer = None
+        if args.peer is not None:
+            longest = max(args.input_len + _num_output_tokens(size, args.num_steps, args.input_len) for size in args.sizes)
+            model = engine_args.create_engine_config().model.decoder
+            peer = stack.enter_context(start_peer(args.peer, model, longest, tokenizer))
+        for size in args.sizes:
+            length = args.input_len + _num_output_tokens(size, args.num_steps, args.input_len)
+            num_blocks = size * -(-length // engine_args.block_size) + 2
+            config = dataclasses.replace(
+                engine_args, max_num_seqs=size, max_num_batched_tokens=size + _PREFILL_TOKENS, max_model_len=length,
+                num_gpu_blocks_override=num_blocks,
+            ).create_engine_config()  # fmt: skip
+            results[size] = measure(config, tokenizer, size, args.num_steps, args.input_len, ids)
+            if peer is not None:
+                peer_results[size] = peer.measure(
+                    {
+                        "prompts": list(_prompts(config.model.decoder.vocab_size, size, args.input_len)),
+                        "output_ids": ids,
+                        "max_tokens": length - args.input_len,
+                        "num_steps": args.num_steps,
+                        "num_warm_up_steps": _WARM_UP_STEPS,
+                        "max_model_len": length,
+                        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+                        "block_size": config.cache.block_size,
+                        "num_blocks": num_blocks,
+                        "detokenize": tokenizer is not None,
+                    }
+                )
     print(host_table(results))
+    if peer is not None:
+        print(peer_table(results, peer_results, peer.name))
     if args.output_json is not None:
-        write_json(Path(args.output_json), results)
+        write_json(Path(args.output_json), {**results, "peer": peer_results} if peer_results else results)
     return 0
 
 
@@ -65,6 +94,11 @@ _PREFILL_TOKENS = 8192
 def _num_output_tokens(num_requests: int, num_steps: int, input_len: int) -> int:
     """So many that the first request still runs in the last step: it gives tokens while the others are prefilled."""
     return num_steps + _WARM_UP_STEPS + -(-num_requests * input_len // _PREFILL_TOKENS) + 2
+
+
+def _prompts(vocab_size: int, num_requests: int, input_len: int) -> Iterator[list[int]]:
+    rng = np.random.default_rng(0)
+    return (rng.integers(0, vocab_size, input_len).tolist() for _ in range(num_requests))
 
 
 def host_table(results: Mapping[int, Mapping[str, float]]) -> str:
@@ -88,7 +122,6 @@ def measure(
         between these; and cpu, the thread's own time of it, which others on the machine do not change.
     """
     engine = LLMEngine(config, tokenizer, null_executor(output_ids))
-    rng = np.random.default_rng(0)
     params = SamplingParams(
         temperature=0,
         max_tokens=_num_output_tokens(num_requests, num_steps, input_len),
@@ -96,8 +129,7 @@ def measure(
         output_kind=RequestOutputKind.DELTA,
         detokenize=tokenizer is not None,
     )
-    for i in range(num_requests):
-        prompt = rng.integers(0, config.model.decoder.vocab_size, input_len).tolist()
+    for i, prompt in enumerate(_prompts(config.model.decoder.vocab_size, num_requests, input_len)):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     steps: list[dict[str, float]] = []
     while len(steps) < num_steps + _WARM_UP_STEPS:

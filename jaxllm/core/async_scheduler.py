@@ -35,8 +35,9 @@ class AsyncScheduler(Scheduler):
 
     def _update_after_schedule(self, requests: list[Request], output: SchedulerOutput) -> None:
         super()._update_after_schedule(requests, output)
-        for request in requests:
-            if not request.is_prefill_chunk:
-                is_multi_step = output.num_decode_steps > 1
-                request.num_output_placeholders += output.num_scheduled_tokens[request.request_id] if is_multi_step else 1
-                self._sampling.add(request.request_id)
+        sampling = [request for request in requests if not request.is_prefill_chunk]
+        is_multi_step = output.num_decode_steps > 1
+        for request in sampling:
+            request.num_output_placeholders += output.num_scheduled_tokens[request.request_id] if is_multi_step else 1
+        if self._on_their_way.maxlen:
+            self._sampling.update(request.request_id for request in sampling)

@@ -33,11 +33,11 @@ class ScheduledStep:
     spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     num_decode_steps: int = 1
 
-    def take_back(self, request: Request) -> None:
-        """Unschedule a request from the running list, if it was scheduled."""
+    def take_back(self, request: Request) -> int:
+        """Unschedule a request from the running list. Returns the tokens that were scheduled, 0 if it was not."""
         num_tokens = self.num_scheduled_tokens.pop(request.request_id, 0)
         if num_tokens:
-            self.token_budget += num_tokens
             self.running.remove(request)
             self.new_block_ids.pop(request.request_id, None)
             self.spec_decode_tokens.pop(request.request_id, None)
+        return num_tokens

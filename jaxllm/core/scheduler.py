@@ -133,16 +133,18 @@ class Scheduler:
         allocate_slots = self.kv_cache_manager.allocate_slots
         num_lookahead_tokens = self.config.num_lookahead_tokens
         max_num_computed_tokens = self.max_model_len - 1
-        running = self.running
+        running, held_back = self.running, self._held_back
+        scheduled, num_scheduled_tokens = step.running, step.num_scheduled_tokens
+        max_rows, token_budget = step.max_rows, step.token_budget
         index = 0
-        while index < len(running) and step.token_budget > 0 and len(step.num_scheduled_tokens) < step.max_rows:
+        while index < len(running) and token_budget > 0 and len(scheduled) < max_rows:
             request = running[index]
             num_placeholders = request.num_output_placeholders
             num_tokens = len(request.all_token_ids) + num_placeholders
             num_computed_tokens = request.num_computed_tokens
             num_new_tokens = num_tokens + len(request.spec_token_ids) - num_computed_tokens
             if num_new_tokens > 1:
-                num_new_tokens = min(num_new_tokens, step.max_tokens_per_request, step.token_budget)
+                num_new_tokens = min(num_new_tokens, step.max_tokens_per_request, token_budget)
             if num_computed_tokens + num_new_tokens > max_num_computed_tokens:
                 # The last token that a model of this length can have is sampled, never computed.
                 num_new_tokens = max_num_computed_tokens - num_computed_tokens
@@ -150,34 +152,38 @@ class Scheduler:
             # these are the last ones; their values are not needed. A request that they end otherwise ends all the same.
             num_certain = 1 if num_lookahead_tokens else num_placeholders
             is_ending = num_placeholders and request.num_output_tokens + num_certain >= request.max_tokens
-            if num_new_tokens <= 0 or is_ending or request.request_id in self._held_back:
+            request_id = request.request_id
+            if num_new_tokens <= 0 or is_ending or request_id in held_back:
                 index += 1
                 continue
 
-            while (block_ids := allocate_slots(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)) is None:
-                victim_index = self._choose_victim()
-                victim = running[victim_index]
-                if victim_index < index:
-                    index -= 1
-                    step.take_back(victim)
-                self._preempt(victim_index, step.timestamp)
-                step.preempted_req_ids.add(victim.request_id)
-                if victim is request:
-                    break
-            if block_ids is None:
-                continue
+            # Where the table has room, as in most steps, allocate_slots would do nothing.
+            if num_computed_tokens + num_new_tokens + num_lookahead_tokens >= request.kv_quiet_until:
+                while (block_ids := allocate_slots(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)) is None:
+                    victim_index = self._choose_victim()
+                    victim = running[victim_index]
+                    if victim_index < index:
+                        index -= 1
+                        token_budget += step.take_back(victim)
+                    self._preempt(victim_index, step.timestamp)
+                    step.preempted_req_ids.add(victim.request_id)
+                    if victim is request:
+                        break
+                if block_ids is None:
+                    continue
+                if block_ids:
+                    step.new_block_ids[request_id] = block_ids
 
-            step.running.append(request)
-            step.num_scheduled_tokens[request.request_id] = num_new_tokens
-            step.token_budget -= num_new_tokens
-            if block_ids:
-                step.new_block_ids[request.request_id] = block_ids
+            scheduled.append(request)
+            num_scheduled_tokens[request_id] = num_new_tokens
+            token_budget -= num_new_tokens
             if request.spec_token_ids:
                 num_spec_tokens = num_computed_tokens + num_new_tokens - num_tokens
                 if num_spec_tokens > 0:
-                    step.spec_decode_tokens[request.request_id] = request.spec_token_ids[:num_spec_tokens]
+                    step.spec_decode_tokens[request_id] = request.spec_token_ids[:num_spec_tokens]
                 request.spec_token_ids = []
             index += 1
+        step.token_budget = token_budget
 
     def _schedule_waiting(self, step: ScheduledStep) -> None:
         manager, waiting = self.kv_cache_manager, self.waiting
@@ -256,7 +262,7 @@ class Scheduler:
             ],
             scheduled_cached_reqs=CachedRequestData(
                 req_ids=req_ids,
-                new_block_ids=list(map(step.new_block_ids.get, req_ids)),
+                new_block_ids=list(map(step.new_block_ids.get, req_ids)) if step.new_block_ids else [None] * len(req_ids),
                 num_computed_tokens=[request.num_computed_tokens for request in step.running],
                 num_output_tokens=[
                     len(request.all_token_ids) - request.num_prompt_tokens + request.num_output_placeholders
@@ -320,6 +326,7 @@ class Scheduler:
             Outputs by client. Clients without outputs and without ended requests are left out.
         """
         requests, max_model_len, running_status = self.requests, self.max_model_len, RequestStatus.RUNNING
+        prompt_logprobs = model_runner_output.prompt_logprobs
         sampled_token_ids, row_of = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         logprobs, logprobs_start = model_runner_output.logprobs, model_runner_output.logprobs_start
         spec_decode_tokens = scheduler_output.scheduled_spec_decode_tokens
@@ -363,10 +370,10 @@ class Scheduler:
                     request_id,
                     new_token_ids,
                     None if logprobs is None else _logprobs_of(request_id, len(new_token_ids), logprobs, logprobs_start),
-                    model_runner_output.prompt_logprobs.get(request_id) if is_first else None,
+                    prompt_logprobs.get(request_id) if is_first else None,
                     request.status.finish_reason if is_stopped else None,
                     request.stop_reason,
-                    request.take_events(),
+                    request.take_events() if request.events else None,
                     request.num_cached_tokens,
                 )
             )

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 from jaxllm.core.types import EngineCoreRequest
 from jaxllm.sampling_params import RequestOutputKind
@@ -48,6 +48,34 @@ def find_stop_string(text: str, num_new_chars: int, stop: Sequence[str], include
     return found, found_end if found_end < len(text) else -1
 
 
+class WholeTexts(dict[int, str | None]):
+    """Token id → its text, found when it is first asked for; None if the token holds a part of a character.
+
+    Only for tokenizers whose decoder puts the bytes of tokens one after the other and does nothing else: there the text of a
+    token that begins and ends with whole characters is the same behind every text that does. To look it up costs a tenth of a
+    step of a decode stream.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", skip_special_tokens: bool) -> None:
+        super().__init__()
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+
+    @classmethod
+    def both_of(cls, tokenizer: "PreTrainedTokenizerFast | None") -> "tuple[WholeTexts, WholeTexts] | None":
+        """Those with special tokens, and those without; None if the tokenizer is not of that kind."""
+        if tokenizer is None or type(tokenizer.backend_tokenizer.decoder) is not ByteLevel:
+            return None
+        return cls(tokenizer.backend_tokenizer, False), cls(tokenizer.backend_tokenizer, True)
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self.tokenizer.decode([token_id], skip_special_tokens=self.skip_special_tokens)
+        except OverflowError:  # no tokenizer has such an id; the decode stream tells what is wrong with it
+            return None
+        self[token_id] = None if REPLACEMENT in text else text
+        return self[token_id]
+
+
 class IncrementalDetokenizer:
     """Collects the token ids of one request; this class makes no text of them.
 
@@ -59,11 +87,19 @@ class IncrementalDetokenizer:
         self.token_ids: list[int] = []
 
     @staticmethod
-    def from_new_request(tokenizer: "PreTrainedTokenizerFast | None", request: EngineCoreRequest) -> "IncrementalDetokenizer":
-        """The detokenizer that the request asks for."""
+    def from_new_request(
+        tokenizer: "PreTrainedTokenizerFast | None",
+        request: EngineCoreRequest,
+        whole_texts: tuple[WholeTexts, WholeTexts] | None = None,
+    ) -> "IncrementalDetokenizer":
+        """The detokenizer that the request asks for.
+
+        Args:
+            whole_texts: of `tokenizer`, shared by all requests.
+        """
         if tokenizer is None or not request.sampling_params.detokenize:
             return IncrementalDetokenizer()
-        return FastIncrementalDetokenizer(tokenizer, request)
+        return FastIncrementalDetokenizer(tokenizer, request, whole_texts)
 
     def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
         """Add tokens.
@@ -92,9 +128,16 @@ class IncrementalDetokenizer:
 
 
 class FastIncrementalDetokenizer(IncrementalDetokenizer):
-    """Makes text with the decode stream of the tokenizers library, which costs the same however long the text is."""
+    """Makes text with the decode stream of the tokenizers library, which costs the same however long the text is; with
+    `whole_texts` only while a character is incomplete.
+    """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", request: EngineCoreRequest) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        request: EngineCoreRequest,
+        whole_texts: tuple[WholeTexts, WholeTexts] | None = None,
+    ) -> None:
         super().__init__()
         params = request.sampling_params
         assert isinstance(params.stop, list)
@@ -108,16 +151,25 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         self.num_sent_chars = 0
         self._text = ""
         self._pieces: list[str] = []  # text not yet joined to `_text`
-        # A stream without stop strings sends each piece once and needs no text as a whole, which would be copied at every token.
-        self._unsent: list[str] | None = [] if params.output_kind is RequestOutputKind.DELTA and not self.stop else None
+        # A stream without stop strings sends each piece once and needs no text as a whole, which would be copied at every token:
+        # its pieces stay as they are, and this many have been sent.
+        self._sends_pieces = params.output_kind is RequestOutputKind.DELTA and not self.stop
+        self._num_sent_pieces = 0
         # With skip_special_tokens there is nothing to put a space between.
         joined = not params.skip_special_tokens and not params.spaces_between_special_tokens
         self.added_tokens = {i: t.content for i, t in self.tokenizer.get_added_tokens_decoder().items()} if joined else {}
         self.after_added_token = False
-        self.stream = prompt_stream(self.tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+        self.whole_texts = None if whole_texts is None else whole_texts[params.skip_special_tokens]
+        # None: the text so far ends with a whole character, and whole_texts says what the next token adds.
+        self.stream: DecodeStream | None = None
+        last = request.prompt_token_ids[-1:]
+        if self.whole_texts is None or not (last and self.whole_texts[last[0]]):
+            self.stream = prompt_stream(self.tokenizer, request.prompt_token_ids, params.skip_special_tokens)
 
     @property
     def output_text(self) -> str:
+        if self._sends_pieces:
+            return "".join(self._pieces)
         if self._pieces:
             self._text += "".join(self._pieces)
             self._pieces.clear()
@@ -128,12 +180,14 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         token_ids = new_token_ids[: len(new_token_ids) - len(silent)] if silent else new_token_ids
         for token_id in token_ids:
             self.token_ids.append(token_id)
-            text = self._decode_next(token_id)
+            text = self.whole_texts[token_id] if self.stream is None else None
+            if text is None:
+                text = self._step(token_id)
+            if self.added_tokens:
+                text = self._without_space(token_id, text)
             if not text:
                 continue
             self._pieces.append(text)
-            if self._unsent is not None:
-                self._unsent.append(text)
             if self.stop and len(self.token_ids) > self.min_tokens:
                 found = find_stop_string(self.output_text, len(text), self.stop, self.include_stop)
                 if found is not None:
@@ -145,10 +199,10 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         return None
 
     def get_next_output_text(self, finished: bool, delta: bool) -> str:
-        if delta and self._unsent is not None:
-            text = "".join(self._unsent)
-            self._unsent.clear()
-            return text
+        if self._sends_pieces and delta:
+            start, self._num_sent_pieces = self._num_sent_pieces, len(self._pieces)
+            # Nearly always it is one piece.
+            return self._pieces[start] if self._num_sent_pieces == start + 1 else "".join(self._pieces[start:])
         text = self.output_text
         end = len(text)
         if self.num_held_back and not finished:
@@ -158,28 +212,34 @@ class FastIncrementalDetokenizer(IncrementalDetokenizer):
         start, self.num_sent_chars = self.num_sent_chars, end
         return text[start:end]
 
-    def _decode_next(self, token_id: int) -> str:
-        text = self._step(token_id)
-        if self.added_tokens:
-            # Decoders put a space between tokens that are no bytes; the bare content of an added token has none.
-            content = self.added_tokens.get(token_id)
-            if content is not None and self.after_added_token:
-                text = content
-            self.after_added_token = content is not None
-        return text or ""
+    def _without_space(self, token_id: int, text: str | None) -> str | None:
+        """The text of a token, but for the space that decoders put between tokens that are no bytes.
+
+        The bare content of an added token has none.
+        """
+        content = self.added_tokens.get(token_id)
+        if content is not None and self.after_added_token:
+            text = content
+        self.after_added_token = content is not None
+        return text
 
     def _step(self, token_id: int) -> str | None:
+        if self.stream is None:
+            self.stream = DecodeStream(skip_special_tokens=self.skip_special_tokens)
         try:
-            return self.stream.step(self.tokenizer, token_id)
+            text = self.stream.step(self.tokenizer, token_id)
         except Exception as error:
             # The library raises bare Exception. One request's text must not end the others.
             if not str(error).startswith("Invalid prefix"):
                 logger.exception("request %s: token %d cannot be decoded and gives no text", self.request_id, token_id)
                 return None
-        # The text of the tokens that the stream remembers has changed with this one: begin afresh after it.
-        logger.warning("request %s: the decode stream was reset at token %d", self.request_id, token_id)
-        self.stream = DecodeStream(skip_special_tokens=self.skip_special_tokens)
-        return self.stream.step(self.tokenizer, token_id)
+            # The text of the tokens that the stream remembers has changed with this one: begin afresh after it.
+            logger.warning("request %s: the decode stream was reset at token %d", self.request_id, token_id)
+            self.stream = DecodeStream(skip_special_tokens=self.skip_special_tokens)
+            text = self.stream.step(self.tokenizer, token_id)
+        if text and self.whole_texts is not None:
+            self.stream = None
+        return text
 
 
 def prompt_stream(tokenizer: "Tokenizer", prompt_token_ids: list[int], skip_special_tokens: bool) -> DecodeStream:

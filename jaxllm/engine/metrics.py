@@ -4,6 +4,7 @@ A step fills an IterationStats, EngineMetrics adds it up. Metric names are vLLM'
 """
 
 from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -116,7 +117,7 @@ class IterationStats:
         output: EngineCoreOutput,
         num_new_tokens: int,
         timestamp: float,
-        prompt_len: int,
+        prompt_token_ids: Sequence[int],
         is_prefilling: bool,
     ) -> None:
         """Count one output, and bring the request's own times up to date.
@@ -131,7 +132,7 @@ class IterationStats:
         self.num_generation_tokens += num_new_tokens
         stats.num_generation_tokens += num_new_tokens
         if is_prefilling:
-            self.num_prompt_tokens += prompt_len
+            self.num_prompt_tokens += len(prompt_token_ids)
             self.num_cached_tokens += output.num_cached_tokens
             if not num_new_tokens:
                 return
@@ -202,9 +203,10 @@ class Histogram:
         return dict(zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts), strict=True))
 
     def observe(self, values: Iterable[float]) -> None:
-        for value in values:
-            self.counts[bisect_left(self.bounds, value)] += 1
-            self.sum += value
+        # The requests that decode together have waited equally long.
+        for value, count in Counts(values).items():
+            self.counts[bisect_left(self.bounds, value)] += count
+            self.sum += value * count
 
 
 Metric = Counter | Gauge | Histogram

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from jaxllm.core.types import EngineCoreOutput, EngineCoreRequest, FinishReason
-from jaxllm.engine.detokenizer import IncrementalDetokenizer
+from jaxllm.engine.detokenizer import IncrementalDetokenizer, WholeTexts
 from jaxllm.engine.errors import EngineDeadError, RequestFailedError
 from jaxllm.engine.logprobs import LogprobsProcessor, TokenTexts
 from jaxllm.engine.metrics import IterationStats, finished_request_stats
@@ -43,6 +43,7 @@ class RequestState:
         external_id: as the caller gave it.
         parent: if the request is one of n.
         is_prefilling: until the first output.
+        is_simple: a stream of one choice without log probabilities, whose outputs go out as they come.
         num_sent_tokens: how many have been in an output of a stream.
     """
 
@@ -53,6 +54,7 @@ class RequestState:
         "is_delta",
         "is_final_only",
         "is_prefilling",
+        "is_simple",
         "logprobs",
         "max_tokens",
         "num_cached_tokens",
@@ -94,6 +96,7 @@ class RequestState:
         self.max_tokens = params.max_tokens
         self.stream_interval = max(stream_interval, params.stream_interval or 1)
         self.stats = stats
+        self.is_simple = self.is_delta and parent is None and logprobs is None and self.stream_interval == 1
         self.is_prefilling = True
         self.num_cached_tokens = 0
         self.num_sent_tokens = 0
@@ -169,6 +172,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: "PreTrainedTokenizerFast | None", log_stats: bool, stream_interval: int = 1) -> None:
         self.tokenizer = tokenizer
         self.token_texts = TokenTexts(tokenizer) if tokenizer is not None else None
+        self.whole_texts = WholeTexts.both_of(tokenizer)
         self.log_stats = log_stats
         self.stream_interval = stream_interval
         self.num_queued_tokens = 0
@@ -205,7 +209,7 @@ class OutputProcessor:
             parent,
             index,
             queue,
-            IncrementalDetokenizer.from_new_request(self.tokenizer, request),
+            IncrementalDetokenizer.from_new_request(self.tokenizer, request, self.whole_texts),
             LogprobsProcessor.from_new_request(self.token_texts, request),
             self.stream_interval,
             RequestStateStats(arrival_time=request.arrival_time) if self.log_stats else None,
@@ -261,19 +265,39 @@ class OutputProcessor:
             if state is None:
                 continue  # aborted while the step ran
             finish_reason, stop_reason = output.finish_reason, output.stop_reason
-            token_ids = state.detokenizer.token_ids
-            num_new_tokens = -len(token_ids)
-            stop_string = state.detokenizer.update(output.new_token_ids, finish_reason is stop)
-            num_new_tokens += len(token_ids)
+            detokenizer = state.detokenizer
+            token_ids = detokenizer.token_ids
+            num_tokens = len(token_ids)
+            stop_string = detokenizer.update(output.new_token_ids, finish_reason is stop)
+            num_new_tokens = len(token_ids) - num_tokens
             if stop_string is not None:
                 finish_reason, stop_reason = stop, stop_string
             if iteration is not None and output.new_token_ids:  # a request that the engine core gave up has none
                 assert state.stats is not None
-                iteration.update(state.stats, output, num_new_tokens, timestamp, len(state.prompt_token_ids), state.is_prefilling)
+                iteration.update(state.stats, output, num_new_tokens, timestamp, state.prompt_token_ids, state.is_prefilling)
             if state.is_prefilling:
                 state.is_prefilling = False
                 self.num_queued_tokens -= len(state.prompt_token_ids)
                 state.num_cached_tokens = output.num_cached_tokens
+            elif state.is_simple and finish_reason is None:
+                # Nearly all outputs of a stream, for which make_request_output does just this.
+                text = detokenizer.get_next_output_text(False, True)
+                state.num_sent_tokens = num_tokens + num_new_tokens
+                request_output = RequestOutput(
+                    state.external_id,
+                    state.prompt,
+                    state.prompt_token_ids,
+                    None,
+                    [CompletionOutput(state.index, text, token_ids[num_tokens:])],
+                    False,
+                    state.stats,
+                    state.num_cached_tokens,
+                )
+                if state.queue is None:
+                    request_outputs.append(request_output)
+                else:
+                    state.queue.put(request_output)
+                continue
             if state.logprobs is not None:
                 state.logprobs.update(output, num_new_tokens)
             request_output = state.make_request_output(finish_reason, stop_reason)
@@ -310,7 +334,7 @@ class OutputProcessor:
         if not state.is_prefilling:
             state.is_prefilling = True
             self.num_queued_tokens += len(state.prompt_token_ids)
-        state.detokenizer = IncrementalDetokenizer.from_new_request(self.tokenizer, request)
+        state.detokenizer = IncrementalDetokenizer.from_new_request(self.tokenizer, request, self.whole_texts)
         state.logprobs = LogprobsProcessor.from_new_request(self.token_texts, request)
         state.num_cached_tokens = 0
         if state.stats is not None:

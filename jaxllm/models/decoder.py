@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh
 
 from jaxllm.config import DecoderConfig
@@ -159,7 +160,8 @@ class Decoder(nnx.Module):
         """
         caches = list(kv_caches)
         inv_freq, factor = rope_frequencies(self.config.rope, self.config.head_dim, self.config.max_position_embeddings)
-        cos, sin = rope_cos_sin(metadata.positions, inv_freq, factor)
+        # Behind a barrier: XLA:CPU would else fuse them into the rotation of each layer, and compute them there for every head.
+        cos, sin = lax.optimization_barrier(rope_cos_sin(metadata.positions, inv_freq, factor))
         x = self.embed(inputs) if self.is_first else inputs
         plans = {}
         for layer, array in zip(self.layers, self.array_of_layer, strict=True):

@@ -23,6 +23,7 @@ class InputBatch:
         self.max_num_rows, self.num_groups, self.max_blocks = max_num_rows, num_groups, max_blocks
         self.row_of: dict[str, int] = {}
         self.sampling_params: dict[str, SamplingParams] = {}
+        self.asking: set[str] = set()  # requests that want log probabilities of their tokens
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
         # Tokens that the host knows; from the first position beyond them on, each token is the one sampled last.
         self._token_ids: list[np.ndarray] = [np.empty(0, np.int32)] * max_num_rows
@@ -36,6 +37,7 @@ class InputBatch:
         if row is None:
             return
         del self.sampling_params[req_id]
+        self.asking.discard(req_id)
         self._token_ids[row] = np.empty(0, np.int32)
         self._free_rows.append(row)
 
@@ -45,6 +47,8 @@ class InputBatch:
         row = self._free_rows.pop()
         self.row_of[request.req_id] = row
         self.sampling_params[request.req_id] = request.sampling_params
+        if request.sampling_params.num_logprobs is not None:
+            self.asking.add(request.req_id)
         self._token_ids[row] = np.asarray(request.token_ids, np.int32)
         self._num_known[row] = len(request.token_ids)
         self._num_prompt[row] = request.num_prompt_tokens
@@ -117,6 +121,8 @@ class InputBatch:
     def num_computed(self, scheduler_output: SchedulerOutput, req_ids: Sequence[str]) -> np.ndarray:
         """Tokens of each request that were in the cache before this step, int64 [rows]."""
         cached = scheduler_output.scheduled_cached_reqs
+        if req_ids == cached.req_ids:  # so it is in a step of nothing but decodes
+            return np.array(cached.num_computed_tokens, np.int64)
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request in scheduler_output.scheduled_new_reqs:
             computed[request.req_id] = request.num_computed_tokens
@@ -125,10 +131,10 @@ class InputBatch:
     def _pack_new_blocks(self, scheduler_output: SchedulerOutput, index: np.ndarray, block: np.ndarray) -> None:
         cached = scheduler_output.scheduled_cached_reqs
         n = 0
-        for req_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for i, new_blocks in enumerate(cached.new_block_ids):
             if new_blocks is None:
                 continue
-            row = self.row_of[req_id]
+            row = self.row_of[cached.req_ids[i]]
             for group, ids in enumerate(new_blocks):
                 first = (group * self.max_num_rows + row) * self.max_blocks + self._num_blocks[row, group]
                 index[n : n + len(ids)] = np.arange(first, first + len(ids))

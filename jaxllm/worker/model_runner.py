@@ -288,12 +288,10 @@ class ModelRunner:
             prompt_chunks = self.prompt_logprobs.chunks(self.weights, self.batch, scheduler_output, req_ids, counts)
             bucket = self.buckets.choose(counts, mixed=bool(prompt_chunks), ready=self.ready)
         vector, sampled = self.batch.pack(self.layout(bucket), scheduler_output, req_ids, counts)
-        params = self.batch.sampling_params
-        asking = [
-            (row, params[req_id])
-            for row, req_id in enumerate(req_ids)
-            if sampled[row] and params[req_id].num_logprobs is not None
-        ]
+        asking: list[tuple[int, SamplingParams]] = []
+        if ids := self.batch.asking:
+            params = self.batch.sampling_params
+            asking = [(row, params[req_id]) for row, req_id in enumerate(req_ids) if req_id in ids and sampled[row]]
         output = self._run(bucket, vector)
         output.sampled.token_ids.copy_to_host_async()
         if output.num_sampled is not None:

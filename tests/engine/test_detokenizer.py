@@ -12,7 +12,7 @@ from toy_engine import IM_END, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from jaxllm.core.types import EngineCoreRequest
-from jaxllm.engine.detokenizer import IncrementalDetokenizer, find_stop_string
+from jaxllm.engine.detokenizer import FastIncrementalDetokenizer, IncrementalDetokenizer, WholeTexts, find_stop_string
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 TOY = make_tokenizer()  # for properties, which take no fixtures
@@ -25,8 +25,37 @@ def request_of(prompt: list[int], **params: Any) -> EngineCoreRequest:
     return EngineCoreRequest("r", prompt, SamplingParams(**{"max_tokens": None, **params}))
 
 
-def detokenizer_of(tokenizer: Any, prompt: list[int], **params: Any) -> IncrementalDetokenizer:
-    return IncrementalDetokenizer.from_new_request(tokenizer, request_of(prompt, **params))
+class BothWays:
+    """A detokenizer that looks whole characters up, where the tokenizer allows it, and one that never does: they must agree."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast | None, request: EngineCoreRequest) -> None:
+        whole_texts = WholeTexts.both_of(tokenizer)
+        self.first = IncrementalDetokenizer.from_new_request(tokenizer, request, whole_texts)
+        self.second = IncrementalDetokenizer.from_new_request(tokenizer, request)
+
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        found = self.first.update(new_token_ids, stop_terminated)
+        assert found == self.second.update(new_token_ids, stop_terminated)
+        return found
+
+    def get_next_output_text(self, finished: bool, delta: bool) -> str:
+        text = self.first.get_next_output_text(finished, delta)
+        assert text == self.second.get_next_output_text(finished, delta)
+        return text
+
+    @property
+    def output_text(self) -> str:
+        assert self.first.output_text == self.second.output_text
+        return self.first.output_text
+
+    @property
+    def token_ids(self) -> list[int]:
+        assert self.first.token_ids == self.second.token_ids
+        return self.first.token_ids
+
+
+def detokenizer_of(tokenizer: Any, prompt: list[int], **params: Any) -> BothWays:
+    return BothWays(tokenizer, request_of(prompt, **params))
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +237,7 @@ def test_prompt_without_text(tokenizer: PreTrainedTokenizerFast) -> None:
         ([IM_END] * 30, hello, "hello"),
         ([token_of_byte(tokenizer, half)], [token_of_byte(tokenizer, rest)], "é"),
         ([IM_END, token_of_byte(tokenizer, half)], [token_of_byte(tokenizer, rest), *hello], "éhello"),
+        ([token_of_byte(tokenizer, half), IM_END], [token_of_byte(tokenizer, rest), *hello], "éhello"),
         ([token_of_byte(tokenizer, rest)] * 30, hello, "hello"),
     ):
         detokenizer = detokenizer_of(tokenizer, prompt)
@@ -257,3 +287,27 @@ def test_undecodable_token_gives_no_text(caplog: pytest.LogCaptureFixture, token
     assert detokenizer.output_text == "ab"
     assert len(detokenizer.token_ids) == 3
     assert str(2**40) in caplog.text
+
+
+def test_texts_are_looked_up_only_where_decoders_join_bytes(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert WholeTexts.both_of(None) is None
+    assert WholeTexts.both_of(sentencepiece_like()) is None
+    tables = WholeTexts.both_of(tokenizer)
+    assert tables is not None
+    with_special, without = tables
+    assert (with_special[IM_END], without[IM_END]) == ("<|im_end|>", "")
+    (letter,), half = encode(tokenizer, "a"), token_of_byte(tokenizer, "é".encode()[0])
+    assert (without[letter], without[half]) == ("a", None)
+
+
+def test_no_decode_stream_where_characters_are_whole(tokenizer: PreTrainedTokenizerFast) -> None:
+    request = request_of(encode(tokenizer, "x"))
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request, WholeTexts.both_of(tokenizer))
+    assert isinstance(detokenizer, FastIncrementalDetokenizer)
+    half, rest = (token_of_byte(tokenizer, byte) for byte in "é".encode())
+    streams = []
+    for token_id in (*encode(tokenizer, "a"), half, rest, *encode(tokenizer, "b")):
+        detokenizer.update([token_id], False)
+        streams.append(detokenizer.stream is not None)
+    assert streams == [False, True, False, False]
+    assert detokenizer.output_text == "aéb"

@@ -130,3 +130,22 @@ def test_table_updates_of_two_groups():
     assert fields["table_index"][:3].tolist() == [1, 2, MAX_ROWS * MAX_BLOCKS + 1]
     assert fields["table_block"][:3].tolist() == [3, 4, 5]
     assert layout.num_table_updates == 2 * (16 // 4 + 4)
+
+
+def test_who_asks_for_logprobs():
+    batch = InputBatch(MAX_ROWS, 1, MAX_BLOCKS)
+    for req_id, logprobs in (("a", None), ("b", 0), ("c", 2)):
+        batch.add(NewRequestData(req_id, [1, 2], 2, SamplingParams(logprobs=logprobs), ([1],), 0))
+    assert batch.asking == {"b", "c"}
+    batch.remove("b")
+    batch.remove("a")
+    assert batch.asking == {"c"}
+
+
+def test_computed_tokens_whatever_the_order():
+    batch = InputBatch(MAX_ROWS, 1, MAX_BLOCKS)
+    output = step([], CachedRequestData(["a", "b"], [None, None], [4, 9], [1, 1]), a=1, b=1)
+    assert batch.num_computed(output, ["a", "b"]).tolist() == [4, 9]
+    assert batch.num_computed(output, ["b", "a"]).tolist() == [9, 4]
+    output.scheduled_new_reqs.append(new("c", [1, 2, 3], [3], computed=2))
+    assert batch.num_computed(output, ["a", "c", "b"]).tolist() == [4, 2, 9]

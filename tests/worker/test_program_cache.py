@@ -1,6 +1,8 @@
 """Programs on disk, across engines of one folder."""
 
+import ctypes
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -8,6 +10,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.worker import program_cache
+from jaxllm.worker.program_cache import trim_heap
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,3 +61,27 @@ def test_a_program_that_jax_itself_had_kept_can_be_kept_and_loaded(tmp_path: Pat
         program.unlink()
     assert answer() == first
     assert answer() == first
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library has no malloc_trim")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """Blocks below one that is still held: the heap cannot shrink over it, and would keep them."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+    def resident_mb() -> float:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    size, count = 60_000, 2_000  # in pieces that malloc takes from its heap, not from the system
+    blocks = [libc.malloc(size) for _ in range(count)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    last = libc.malloc(size)
+    before = resident_mb()
+    for block in blocks:
+        libc.free(block)
+    trim_heap()
+    freed = before - resident_mb()
+    libc.free(last)
+    assert freed > 0.8 * size * count / 2**20
