@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,7 +44,9 @@ class StepInFlight:
         asking: batch row and parameters of each request that gets log probabilities of its sampled token.
         prompt_chunks: parts of prompts that get log probabilities.
         dispatch_time: seconds that dispatching it took.
+        output: None also where it is another process's.
         num_compiles: programs compiled since the engine was ready.
+        before_result: called first when the step is read.
     """
 
     bucket: Bucket | None
@@ -57,9 +59,12 @@ class StepInFlight:
     dispatch_time: float
     num_compiles: int
     prompt_logprobs: PromptLogprobs
+    before_result: Callable[[], None] | None = None
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and bring its results to the host."""
+        if self.before_result is not None:
+            self.before_result()
         if self.bucket is None or self.output is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         start = time.monotonic()
@@ -293,9 +298,10 @@ class ModelRunner:
             if sampled[row] and params[req_id].num_logprobs is not None
         ]
         output = self._run(bucket, vector)
-        output.sampled.token_ids.copy_to_host_async()
-        if output.num_sampled is not None:
-            output.num_sampled.copy_to_host_async()
+        if output is not None:
+            output.sampled.token_ids.copy_to_host_async()
+            if output.num_sampled is not None:
+                output.num_sampled.copy_to_host_async()
         dispatch_time = time.monotonic() - start
         return StepInFlight(
             bucket,
@@ -332,7 +338,7 @@ class ModelRunner:
         self.kv_caches, self.state, self.weights, self.programs = (), None, (), {}
         self.ready = set()
 
-    def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput:
+    def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput | None:
         self.kv_caches, self.state, output = self.compile(bucket)(
             self.weights, self.kv_caches, self.state, replicate(vector, self.replicated)
         )

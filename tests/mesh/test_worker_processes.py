@@ -1,0 +1,68 @@
+"""The same with worker processes, one a device or one for several: float32, asynchronous scheduling, chunked prompts, cached
+prefixes and preemptions. Each process has devices of one stage only, if there is a pipeline."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from devices import need_devices
+from test_same_tokens import REQUESTS, check_same, num_preemptions, on_one_device, run, slow
+
+from jaxllm import LLM
+from jaxllm.engine.errors import EngineDeadError
+
+pytestmark = pytest.mark.multi_gpu
+
+MOST_S = 10.0  # until the engine is dead
+
+
+def make_workers(make_tiny: Any, pipeline: int, tensor: int, devices_per_worker: int, **kwargs: Any) -> LLM:
+    need_devices(pipeline * tensor)
+    return make_tiny(
+        distributed_executor_backend="mp",
+        pipeline_parallel_size=pipeline,
+        tensor_parallel_size=tensor,
+        devices_per_worker=devices_per_worker,
+        **{"worker_hang_timeout": 60.0, **kwargs},
+    )
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "tensor", "devices_per_worker", "asynchronous"),
+    [
+        slow(1, 1, 1, True),
+        slow(1, 2, 1, True),
+        slow(1, 3, 1, True),
+        slow(1, 4, 1, True),
+        slow(1, 8, 1, True),
+        slow(1, 4, 2, True),
+        slow(1, 8, 4, True),
+        (2, 1, 1, True),
+        slow(2, 1, 1, False),
+        slow(2, 1, 2, True),
+        slow(2, 2, 1, True),
+        slow(2, 2, 2, True),
+        slow(2, 2, 2, False),
+        slow(2, 4, 2, True),
+        slow(3, 1, 1, True),
+        slow(3, 1, 1, False),
+        slow(3, 2, 2, True),
+    ],
+)
+def test_same_tokens(make_tiny, pipeline, tensor, devices_per_worker, asynchronous):
+    expected = on_one_device(make_tiny)
+    llm = make_workers(make_tiny, pipeline, tensor, devices_per_worker, async_scheduling=asynchronous)
+    num_workers = pipeline * tensor // devices_per_worker
+    check_same(run(llm), expected)
+    assert num_preemptions(llm) > 0
+    # Once more, with prefixes cached, after the weights were away.
+    num_bytes = llm.collective_rpc("device_bytes")
+    llm.sleep(level=1)
+    assert llm.collective_rpc("device_bytes") == [0] * num_workers
+    llm.wake_up()
+    assert llm.collective_rpc("device_bytes") == num_bytes
+    check_same(run(llm), expected)
+    assert llm.collective_rpc("num_compiles_after_warm_up") == [0] * num_workers
+    llm.engine.engine_core.check_health()
