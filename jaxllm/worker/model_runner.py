@@ -152,7 +152,7 @@ class ModelRunner:
         self.kv_caches: KVCaches = ()
         self.state: row_state.RowState | None = None
         self.program_cache = self._make_program_cache(mesh, {})
-        self.prompt_logprobs = PromptLogprobs(graph, config.model, self.replicated)
+        self.prompt_logprobs = PromptLogprobs(graph, config.model, self.replicated, lambda: jax.block_until_ready(self.kv_caches))
         self._forget_requests()
 
     def _forget_requests(self) -> None:

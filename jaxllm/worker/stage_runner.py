@@ -104,7 +104,7 @@ class StageRunner(ModelRunner):
         else:
             self._write_rows({})
             self._take_in_compiled()
-        self._finish(self._num_steps)
+        self._finish()
         jax.block_until_ready(self.device_arrays())
 
     def device_arrays(self) -> list[jax.Array]:
@@ -129,7 +129,10 @@ class StageRunner(ModelRunner):
         step = super().start(scheduler_output)
         if step.bucket is None:
             return step
-        return dataclasses.replace(step, before_result=partial(self._finish, self._num_steps))
+        # Log probabilities of a prompt are computed behind all that was started: the last stage must not wait for tokens to go
+        # back that the first one would take when it starts a further step.
+        number = None if step.prompt_chunks else self._num_steps
+        return dataclasses.replace(step, before_result=partial(self._finish, number))
 
     def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput | None:
         fields = self.layout(bucket).fields(vector)
@@ -165,9 +168,9 @@ class StageRunner(ModelRunner):
         self._to_send[self._num_steps] = last_tokens
         return output
 
-    def _finish(self, step: int) -> None:
-        """Whatever is in flight then, let the tokens of this step go back."""
-        self._ticks.finish(step)
+    def _finish(self, step: int | None = None) -> None:
+        """Let the tokens of this step go back, or of all that were started."""
+        self._ticks.finish(self._num_steps if step is None else step)
         if self.is_last:
             self._send_tokens(self._ticks.due(self._ticks.next))
         else:
