@@ -345,7 +345,8 @@ class ModelRunner:
         return output
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
-        for req_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
+        # Sorted: in every process the next requests must get the same rows, and each iterates over a set in an order of its own.
+        for req_id in sorted(scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids):
             self.batch.remove(req_id)
             self.prompt_logprobs.remove(req_id)
         new_rows = {}
