@@ -66,3 +66,39 @@ def test_same_tokens(make_tiny, pipeline, tensor, devices_per_worker, asynchrono
     check_same(run(llm), expected)
     assert llm.collective_rpc("num_compiles_after_warm_up") == [0] * num_workers
     llm.engine.engine_core.check_health()
+    if (pipeline, tensor) == (2, 1) and num_workers == 2:
+        kill(llm, victim=int(asynchronous))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices_per_worker", "victim"), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)])
+def test_a_killed_worker_of_any_stage_ends_the_engine(make_tiny, devices_per_worker, victim):
+    """Amid exchanges with the others, which lose their partner and may say so."""
+    llm = make_workers(make_tiny, 2, 2, devices_per_worker)
+    kill(llm, victim)
+
+
+def kill(llm: LLM, victim: int) -> None:
+    """A worker under load."""
+    pids = llm.engine.engine_core.engine_core.executor.worker_pids  # type: ignore[attr-defined]
+    for index, (prompt, params) in enumerate(REQUESTS):
+        llm.engine.add_request(f"kill-{index}", prompt, params)
+    for _ in range(5):
+        llm.engine.step()
+    start = time.monotonic()
+    os.kill(pids[victim], signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=rf"worker {victim} \(pid {pids[victim]}\) was killed by SIGKILL"):
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+    assert time.monotonic() - start < MOST_S
+    llm.shutdown()
+    assert not any(map(is_alive, pids))
+    assert time.monotonic() - start < 2 * MOST_S
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
