@@ -88,12 +88,16 @@ def kill(llm: LLM, victim: int) -> None:
     start = time.monotonic()
     os.kill(pids[victim], signal.SIGKILL)
     with pytest.raises(EngineDeadError, match=rf"worker {victim} \(pid {pids[victim]}\) was killed by SIGKILL"):
-        while llm.engine.has_unfinished_requests():
-            llm.engine.step()
+        finish(llm)
     assert time.monotonic() - start < MOST_S
     llm.shutdown()
     assert not any(map(is_alive, pids))
     assert time.monotonic() - start < 2 * MOST_S
+
+
+def finish(llm: LLM) -> None:
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
 
 
 def is_alive(pid: int) -> bool:
