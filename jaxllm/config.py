@@ -437,12 +437,6 @@ class ParallelConfig:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         check_choice("distributed_executor_backend", self.distributed_executor_backend, ExecutorBackend)
-        if self.pipeline_parallel_size > 1 and self.distributed_executor_backend != "uni":
-            # A process of several that are one jax cannot start a program on devices that are all another's.
-            raise ValueError(
-                f"pipeline_parallel_size {self.pipeline_parallel_size} needs distributed_executor_backend 'uni', "
-                f"got {self.distributed_executor_backend!r}: one process starts the steps of all stages"
-            )
         check_at_least("data_parallel_size", self.data_parallel_size, 1)
         check_at_least("data_parallel_start_rank", self.data_parallel_start_rank, 0)
         check_choice("data_parallel_routing", self.data_parallel_routing, DataParallelRouting)
@@ -467,7 +461,8 @@ class ParallelConfig:
             raise ValueError(
                 "devices_per_worker needs distributed_executor_backend 'mp': otherwise one process drives all devices"
             )
-        if self.tensor_parallel_size % self.devices_per_worker:
+        # A worker has devices of one stage only, unless it has all: those of two would wait for each other.
+        if self.tensor_parallel_size % self.devices_per_worker and self.devices_per_worker != self.num_devices:
             raise ValueError(
                 f"devices_per_worker {self.devices_per_worker} does not divide tensor_parallel_size {self.tensor_parallel_size}"
             )
@@ -493,7 +488,12 @@ class ParallelConfig:
     @property
     def num_workers(self) -> int:
         """Processes under "mp", on all machines."""
-        return self.tensor_parallel_size // self.devices_per_worker
+        return self.num_devices // self.devices_per_worker
+
+    @property
+    def output_rank(self) -> int:
+        """The worker whose answer to a step is taken: the first of the last stage."""
+        return (self.pipeline_parallel_size - 1) * self.tensor_parallel_size // self.devices_per_worker
 
     @property
     def num_local_workers(self) -> int:

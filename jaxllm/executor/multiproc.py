@@ -2,7 +2,7 @@
 
 engine core                                  workers
 SchedulerOutput → one queue, read by all  →  each starts the same step
-ModelRunnerOutput                         ←  the first answers
+ModelRunnerOutput                         ←  the first of the last stage answers
 """
 
 import dataclasses
@@ -92,7 +92,9 @@ class MultiProcExecutor(Executor):
         # The block tables are the same for all, so the worker with the least memory decides.
         num_blocks = min(config.num_blocks for config in configs)
         self._call_timed("KV cache", "init_kv_cache", num_blocks)
-        self._call_timed("compilation and warm-up", "compile_and_warm_up")
+        # All of it before anything runs: nobody then waits for devices whose process is still compiling.
+        self._call_timed("compilation", "compile_first")
+        self._call_timed("warm-up", "compile_and_warm_up")
         self.group.start_serving()
         self._is_ready = True
         return dataclasses.replace(configs[0], num_blocks=num_blocks)
@@ -111,16 +113,17 @@ class MultiProcExecutor(Executor):
 
     def finish_step(self, number: int) -> ModelRunnerOutput:
         """Of a step that was started: wait for it."""
+        rank = self.config.parallel.output_rank
         self._tell(Kind.FINISH, number=number)
         try:
-            answer = self._wait(number, [0], self.config.parallel.execute_model_timeout)[0]
+            answer = self._wait(number, [rank], self.config.parallel.execute_model_timeout)[0]
         except TimeoutError:
             raise WorkerGoneError(
                 f"a step has taken more than {self.config.parallel.execute_model_timeout:g} s (execute_model_timeout); "
-                f"{self.group.name(0)} has not answered"
+                f"{self.group.name(rank)} has not answered"
             ) from None
         if answer.kind is Kind.FAILURE:
-            self._raise_step_failure(0, answer.body)
+            self._raise_step_failure(rank, answer.body)
         return answer.body
 
     def collective_rpc(

@@ -65,7 +65,8 @@ class WorkerMain:
         commands, answers = QueueReader(self.commands), QueueWriter(self.answers)
         threading.Thread(target=_beat, args=(answers,), daemon=True, name="heartbeat").start()
         try:
-            CommandLoop(self.make_worker(self.config, self.place), self.place.rank == 0, commands, answers).run()
+            answers_steps = self.place.rank == self.config.parallel.output_rank
+            CommandLoop(self.make_worker(self.config, self.place), answers_steps, commands, answers).run()
         except PeerGoneError:
             os._exit(EXIT_PARENT_GONE)
         except BaseException:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,7 +44,9 @@ class StepInFlight:
         asking: batch row and parameters of each request that gets log probabilities of its sampled token.
         prompt_chunks: parts of prompts that get log probabilities.
         dispatch_time: seconds that dispatching it took.
+        output: None also where it is another process's.
         num_compiles: programs compiled since the engine was ready.
+        before_result: called first when the step is read.
     """
 
     bucket: Bucket | None
@@ -57,9 +59,12 @@ class StepInFlight:
     dispatch_time: float
     num_compiles: int
     prompt_logprobs: PromptLogprobs
+    before_result: Callable[[], None] | None = None
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and bring its results to the host."""
+        if self.before_result is not None:
+            self.before_result()
         if self.bucket is None or self.output is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         start = time.monotonic()
@@ -148,7 +153,7 @@ class ModelRunner:
         self.kv_caches: KVCaches = ()
         self.state: row_state.RowState | None = None
         self.program_cache = self._make_program_cache(mesh, {})
-        self.prompt_logprobs = PromptLogprobs(graph, config.model, self.replicated)
+        self.prompt_logprobs = PromptLogprobs(graph, config.model, self.replicated, lambda: jax.block_until_ready(self.kv_caches))
         self._forget_requests()
 
     def _forget_requests(self) -> None:
@@ -293,9 +298,10 @@ class ModelRunner:
             params = self.batch.sampling_params
             asking = [(row, params[req_id]) for row, req_id in enumerate(req_ids) if req_id in ids and sampled[row]]
         output = self._run(bucket, vector)
-        output.sampled.token_ids.copy_to_host_async()
-        if output.num_sampled is not None:
-            output.num_sampled.copy_to_host_async()
+        if output is not None:
+            output.sampled.token_ids.copy_to_host_async()
+            if output.num_sampled is not None:
+                output.num_sampled.copy_to_host_async()
         dispatch_time = time.monotonic() - start
         return StepInFlight(
             bucket,
@@ -332,14 +338,15 @@ class ModelRunner:
         self.kv_caches, self.state, self.weights, self.programs = (), None, (), {}
         self.ready = set()
 
-    def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput:
+    def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput | None:
         self.kv_caches, self.state, output = self.compile(bucket)(
             self.weights, self.kv_caches, self.state, replicate(vector, self.replicated)
         )
         return output
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
-        for req_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
+        # Sorted: in every process the next requests must get the same rows, and each iterates over a set in an order of its own.
+        for req_id in sorted(scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids):
             self.batch.remove(req_id)
             self.prompt_logprobs.remove(req_id)
         new_rows = {}

@@ -1,4 +1,5 @@
-"""PipelineRunner: a ModelRunner whose steps go through several stages, each with devices and programs of its own.
+"""PipelineRunner: a ModelRunner whose steps go through several stages, all in this process, each with devices and programs of its
+own.
 
 A step is dispatched to all stages at once. What a stage gives goes straight to the devices of the next, whose program waits for
 it there; so while one step is in the second stage the next one runs in the first, as long as the first needs nothing that the
@@ -17,12 +18,13 @@ from jaxllm.core.kv_cache_interface import KVCacheConfig
 from jaxllm.worker import row_state
 from jaxllm.worker.buckets import Bucket, Buckets
 from jaxllm.worker.compile_cache import CompileCounter, compile_all
-from jaxllm.worker.kv_cache import abstract_kv_caches, allocate_kv_caches
+from jaxllm.worker.kv_cache import allocate_kv_caches
 from jaxllm.worker.model_runner import ModelRunner, program_bytes
-from jaxllm.worker.pipeline_step import make_stage_step
+from jaxllm.worker.pipeline_step import lower_stage
 from jaxllm.worker.row_state import NewRow
 from jaxllm.worker.stages import Stage
 from jaxllm.worker.step import KVCaches, StepOutput, Weights
+from jaxllm.worker.ticks import SampledIn
 from sharding.rules import KV_CACHE_AXES, sharding_of
 
 
@@ -71,8 +73,7 @@ class PipelineRunner(ModelRunner):
         # there are steps in flight: of those before, each row's token is still there.
         self._last_tokens: deque[tuple[int, jax.Array]] = deque(maxlen=len(stages) + 1)
         self._num_steps = 0
-        # The last step in which each row sampled a token.
-        self._sampled_in = np.zeros(self.max_num_seqs, np.int64)
+        self._sampled_in = SampledIn(self.max_num_seqs)
 
     def set_weights(self, weights: Weights) -> None:
         start = 0
@@ -90,28 +91,9 @@ class PipelineRunner(ModelRunner):
         return self.stage_programs[key]
 
     def _lower_stage(self, bucket: Bucket, index: int, name: str) -> jax.stages.Lowered:
-        stage, layout = self.stages[index], self.layout(bucket)
-        is_first, is_last = index == 0, index == len(self.early)
-        function = make_stage_step(stage.graph, layout, self.options, is_first=is_first, is_last=is_last)
-        function.__name__ = name
-        replicated, kv_sharding = sharding_of(stage.mesh, ()), sharding_of(stage.mesh, KV_CACHE_AXES)
-        out_shardings = (kv_sharding, replicated, replicated, replicated) if is_last else (kv_sharding, replicated, replicated)
-        step = jax.jit(function, donate_argnums=(1, 2), out_shardings=out_shardings)
-
-        def replica(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
-
-        model = self.config.model
+        is_last = index == len(self.early)
         weights = self.weights if is_last else self.early[index].weights
-        tables = replica((self.num_groups, self.max_num_seqs, self.max_blocks), jnp.int32)
-        given = replica((bucket.num_tokens, model.decoder.hidden_size), jnp.dtype(model.dtype))
-        return step.lower(
-            tuple(jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in weights),
-            abstract_kv_caches(self.kv_cache_config, self.cache_dtype, kv_sharding, stage.num_arrays),
-            self.abstract_state() if is_last else tables,
-            replica((layout.size,), jnp.int32),
-            replica((self.max_num_seqs,), jnp.int32) if is_first else given,
-        )
+        return lower_stage(self, self.stages[index], weights, bucket, name, is_first=index == 0, is_last=is_last)
 
     def step_bytes(self, bucket: Bucket) -> int:
         return max(program_bytes(self.compile_stage(bucket, index)) for index in range(len(self.stages)))
@@ -179,8 +161,7 @@ class PipelineRunner(ModelRunner):
 
     def _needed_step(self, bucket: Bucket, fields: dict[str, np.ndarray]) -> int:
         """The number of the step that sampled the newest token that a batch takes from the devices; 0 if it takes none."""
-        reading = fields["rows"][fields["last_token_index"] < bucket.num_tokens]
-        return int(self._sampled_in[reading].max(initial=0))
+        return self._sampled_in.needed(fields, bucket.num_tokens)
 
     def _run(self, bucket: Bucket, vector: np.ndarray) -> StepOutput:
         fields = self.layout(bucket).fields(vector)
@@ -198,6 +179,5 @@ class PipelineRunner(ModelRunner):
         )
         self._num_steps += 1
         self._last_tokens.append((self._num_steps, jax.device_put(last_tokens, self.early[0].replicated)))
-        sampled = fields["sampled_rows"]
-        self._sampled_in[sampled[sampled < self.max_num_seqs]] = self._num_steps
+        self._sampled_in.note(fields, self._num_steps)
         return output

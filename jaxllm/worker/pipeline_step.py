@@ -5,7 +5,8 @@
     last:    (weights, kv_caches, state, batch, hidden)             -> (kv_caches, state, output, last_tokens)
 
 `last_tokens` int32 [S] holds what every request row has sampled last. The last stage knows it; the first one needs it, for its
-input, as many steps later as there are stages: see worker/pipeline_runner.py.
+input, as many steps later as there are stages: see worker/pipeline_runner.py, and worker/stage_runner.py where each stage has
+processes of its own.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,13 @@ import jax.numpy as jnp
 
 from jaxllm.models.graph import ModelGraph
 from jaxllm.worker.batch import BatchLayout
+from jaxllm.worker.buckets import Bucket
+from jaxllm.worker.kv_cache import abstract_kv_caches
+from jaxllm.worker.model_runner import ModelRunner
 from jaxllm.worker.row_state import RowState
+from jaxllm.worker.stages import Stage
 from jaxllm.worker.step import KVCaches, StepOptions, Weights, input_tokens, make_step, write_table
+from sharding.rules import KV_CACHE_AXES, sharding_of
 
 
 def make_stage_step(
@@ -42,3 +48,33 @@ def make_stage_step(
         return kv_caches, block_tables, hidden
 
     return step
+
+
+def lower_stage(
+    runner: ModelRunner, stage: Stage, weights: Weights, bucket: Bucket, name: str, *, is_first: bool, is_last: bool
+) -> jax.stages.Lowered:
+    """A stage's step of one bucket, lowered.
+
+    Args:
+        runner: of the last stage, or of this one.
+        weights: of this stage, or their shapes.
+    """
+    layout, model = runner.layout(bucket), runner.config.model
+    function = make_stage_step(stage.graph, layout, runner.options, is_first=is_first, is_last=is_last)
+    function.__name__ = name
+    replicated, kv_sharding = sharding_of(stage.mesh, ()), sharding_of(stage.mesh, KV_CACHE_AXES)
+    out_shardings = (kv_sharding, replicated, replicated, replicated) if is_last else (kv_sharding, replicated, replicated)
+    step = jax.jit(function, donate_argnums=(1, 2), out_shardings=out_shardings)
+
+    def replica(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
+
+    tables = replica((runner.num_groups, runner.max_num_seqs, runner.max_blocks), jnp.int32)
+    given = replica((bucket.num_tokens, model.decoder.hidden_size), jnp.dtype(model.dtype))
+    return step.lower(
+        tuple(jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in weights),
+        abstract_kv_caches(runner.kv_cache_config, runner.cache_dtype, kv_sharding, stage.num_arrays),
+        runner.abstract_state() if is_last else tables,
+        replica((layout.size,), jnp.int32),
+        replica((runner.max_num_seqs,), jnp.int32) if is_first else given,
+    )

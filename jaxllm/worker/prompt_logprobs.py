@@ -4,7 +4,7 @@ Few requests ask for them, so the step itself does not carry their cost: hidden 
 output head again in chunks of a fixed size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -48,10 +48,21 @@ class PromptChunk:
 
 
 class PromptLogprobs:
-    """Those requests that ask for log probabilities of their prompt and are still in their prefill."""
+    """Those requests that ask for log probabilities of their prompt and are still in their prefill.
 
-    def __init__(self, graph: ModelGraph, model: ModelConfig, replicated: jax.sharding.Sharding) -> None:
-        self._model, self._replicated = model, replicated
+    Args:
+        wait_for_steps: waits until the devices have nothing to do. Devices of several processes need it: on a CPU a program runs
+            beside those before it, and what the two exchange would be mixed up.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        model: ModelConfig,
+        replicated: jax.sharding.Sharding,
+        wait_for_steps: Callable[[], object],
+    ) -> None:
+        self._model, self._replicated, self._wait_for_steps = model, replicated, wait_for_steps
         self._parts: dict[str, list[LogprobsLists]] = {}
 
         def compute(weights: tuple[jax.Array, ...], hidden: jax.Array, targets: jax.Array, extra_ids: jax.Array):
@@ -108,6 +119,8 @@ class PromptLogprobs:
             hidden: [T, M], of their step.
         """
         host_hidden = np.asarray(hidden)
+        if not self._replicated.is_fully_addressable:
+            self._wait_for_steps()
         done = {}
         for chunk in chunks:
             rows = host_hidden[chunk.first : chunk.first + len(chunk.targets)]

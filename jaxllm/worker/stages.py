@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import jax
 from jax.sharding import Mesh
 
 from jaxllm.config import ModelConfig
@@ -25,6 +26,11 @@ class Stage:
     mesh: Mesh
     graph: ModelGraph
     num_arrays: int
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has any of its devices."""
+        return any(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[range]:

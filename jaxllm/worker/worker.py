@@ -35,6 +35,7 @@ from jaxllm.worker.pipeline_runner import PipelineRunner
 from jaxllm.worker.place import WorkerPlace
 from jaxllm.worker.processes import Pieces, from_host, join_processes, to_host
 from jaxllm.worker.row_state import state_bytes
+from jaxllm.worker.stage_runner import StageRunner
 from jaxllm.worker.stages import make_stages
 from jaxllm.worker.step import Weights
 from kernels_pallas.paged_attention import Call, select_implementation
@@ -115,8 +116,11 @@ class Worker:
         fp8_cache = self.config.kv_cache_dtype == "float8_e4m3fn"
         self.stages = make_stages(model, self.kv_cache_config, self.mesh, self.config.attention_backend, fp8_cache)
         self.graph = self.stages[-1].graph  # of all layers, unless there is a pipeline
-        self.specs = [spec for stage in self.stages for spec in stage.graph.specs]
-        self.shardings = {spec.path: sharding_of(stage.mesh, spec.axes) for stage in self.stages for spec in stage.graph.specs}
+        self.own_stages = [stage for stage in self.stages if stage.is_here]
+        self.specs = [spec for stage in self.own_stages for spec in stage.graph.specs]
+        self.shardings = {
+            spec.path: sharding_of(stage.mesh, spec.axes) for stage in self.own_stages for spec in stage.graph.specs
+        }
         self.weights = self._abstract_weights()
 
     def load_weights(self) -> None:
@@ -207,11 +211,12 @@ class Worker:
         )
         config = dataclasses.replace(self.kv_cache_config, num_blocks=num_blocks)
         rows_per_group = CPU_ROWS_PER_GROUP if platform == "cpu" else None
+        rest = (self.weights, config, buckets, rows_per_group, self.compile_counter)
+        if len(self.own_stages) < len(self.stages):
+            return StageRunner(self.config, self.stages, self.stages.index(self.own_stages[0]), *rest)
         if len(self.stages) > 1:
-            return PipelineRunner(self.config, self.stages, self.weights, config, buckets, rows_per_group, self.compile_counter)
-        return ModelRunner(
-            self.config, self.mesh, self.graph, self.weights, config, buckets, rows_per_group, self.compile_counter
-        )
+            return PipelineRunner(self.config, self.stages, *rest)
+        return ModelRunner(self.config, self.mesh, self.graph, *rest)
 
     def init_kv_cache(self, num_blocks: int | None = None) -> None:
         """Allocate the device blocks and the request rows.
@@ -349,7 +354,7 @@ class Worker:
     def _weight_bytes(self) -> int:
         """Bytes of weights on a device of the stage that has the most."""
         weights = iter(self.weights)
-        return max(total_bytes(list(itertools.islice(weights, len(stage.graph.specs)))) for stage in self.stages)
+        return max(total_bytes(list(itertools.islice(weights, len(stage.graph.specs)))) for stage in self.own_stages)
 
     def _log_memory(self) -> None:
         config = self.kv_cache_config

@@ -106,7 +106,7 @@ def test_start(make_core: MakeCore):
     """Every worker starts by itself; the one with the least memory says how many blocks there are."""
     core = make_core(3, num_blocks=50)
     assert core.kv_cache_config.num_blocks == 48
-    log = ["init_device", "load_model", "init_kv_cache 48", "compile_and_warm_up"]
+    log = ["init_device", "load_model", "init_kv_cache 48", "compile_first", "compile_and_warm_up"]
     assert core.collective_rpc("get_log") == [log] * 3
     assert Executor.get_class(core.config) is MultiProcExecutor
     assert Executor.get_class(make_config()) is UniProcExecutor

@@ -38,6 +38,9 @@ class ToyWorker:
     def init_kv_cache(self, num_blocks: int) -> None:
         self.log.append(f"init_kv_cache {num_blocks}")
 
+    def compile_first(self) -> None:
+        self.log.append("compile_first")
+
     def compile_and_warm_up(self) -> None:
         self.log.append("compile_and_warm_up")
 
