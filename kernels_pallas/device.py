@@ -29,3 +29,9 @@ def num_cores() -> int:
     if device is not None:
         return next((cores for name, _, cores in _KNOWN if name.search(device.device_kind)), 108)
     return int(getattr(jax.devices()[0], "core_count", 108))
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a block may ask for, by compute capability (CUDA programming guide); the least if unknown."""
+    kib = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+    return 1024 * kib.get(compute_capability() or (0, 0), 99)

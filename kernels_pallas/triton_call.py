@@ -128,12 +128,14 @@ def _filled(shape: jax.ShapeDtypeStruct) -> np.ndarray:
 @functools.cache
 def interpreted(kernel: Any) -> Any:
     """`kernel` for Triton's interpreter, with the `triton.jit` functions of ours that it calls."""
+    from triton import language
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     function: Callable[..., Any] = kernel.fn
-    # A copy of the globals, since the interpreter writes into them.
-    scope = dict(function.__globals__)
+    # A copy of the globals, since the interpreter writes into them. It replaces functions of those modules that it finds there,
+    # and puts back what it replaced for the outermost kernel alone: so that one has all that the functions in it have.
+    scope = {**function.__globals__, "core": language.core}
     for name in function.__code__.co_names:
         value = scope.get(name)
         # Triton's own are handed to reductions, where the interpreter knows them by identity.

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.device import compute_capability, num_cores
+from kernels_pallas.device import compute_capability, num_cores, shared_memory
 from kernels_pallas.dispatch import target_platform
 from kernels_pallas.paged_attention.config import MosaicConfig, mosaic_config
 from kernels_pallas.paged_attention.config_triton import TritonConfig, triton_config
@@ -51,9 +51,9 @@ def plan_attention(
         return None
     config = _mosaic_config(call) if chosen == "mosaic" else _triton_config(call)
     if isinstance(config, MosaicConfig):
-        queries_per_block = config.prefill_consumers * config.queries_per_warpgroup
+        tile, queries_per_block = config.tile, config.prefill_consumers * config.queries_per_warpgroup
     else:
-        queries_per_block = config.prefill_rows // (call.num_heads // call.num_kv_heads)
+        tile, queries_per_block = config.decode_tile, config.prefill_rows // (call.num_heads // call.num_kv_heads)
     return make_plan(
         seq_lens,
         query_start_loc,
@@ -62,7 +62,7 @@ def plan_attention(
         max_context=max_context,
         sliding_window=sliding_window,
         decode_only=decode_only,
-        tile=config.tile,
+        tile=tile,
         slots=config.decode_slots,
         min_tiles=config.min_tiles,
         queries_per_block=queries_per_block,
@@ -81,6 +81,7 @@ def _triton_config(call: Call) -> TritonConfig:
         dtype=jnp.dtype(call.dtype),
         max_decode_queries=call.max_decode_queries,
         num_cores=None if target_platform() == "cpu" else num_cores(),
+        shared_memory=shared_memory(),
     )
 
 

@@ -37,12 +37,17 @@ def _attend(
         inside = keys < length
         block = tl.load(table_ptr + keys // B, mask=inside, other=0)
         mask = inside[:, None] & (d < D)[None, :] if D != D_PADDED else inside[:, None]
+        k_mask = inside[None, :] & (d < D)[:, None] if D != D_PADDED else inside[None, :]
+        other = 0.0
     else:
         block = tl.load(table_ptr + keys // B)
         mask = (d < D)[None, :] if D != D_PADDED else None
+        k_mask = (d < D)[:, None] if D != D_PADDED else None
+        other = 0.0 if D != D_PADDED else None
     place = (block.to(tl.int64) * (2 * K) + head) * (B * D) + (keys % B) * D
-    k = tl.load(kv_ptr + place[:, None] + d[None, :], mask=mask, other=None if mask is None else 0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    # K as [D, TILE]: turned round after the load, it would all have to be in registers at once.
+    k = tl.load(kv_ptr + place[None, :] + d[:, None], mask=k_mask, other=other)
+    scores = tl.dot(q, k, input_precision=PRECISION)
     if cap != 0.0:
         # cap * tanh(x / cap); exp2 may be 0 or infinite, either is right.
         scores = cap * LOG2_E - (2.0 * cap * LOG2_E) / (tl.exp2(scores * (2.0 * LOG2_E * scale / cap)) + 1.0)
@@ -56,7 +61,7 @@ def _attend(
     new_best = tl.maximum(best, tl.max(scores, 1))
     weights = tl.exp2(scores - new_best[:, None])
     keep = tl.exp2(best - new_best)
-    v = tl.load(kv_ptr + (K * B * D) + place[:, None] + d[None, :], mask=mask, other=None if mask is None else 0.0)
+    v = tl.load(kv_ptr + (K * B * D) + place[:, None] + d[None, :], mask=mask, other=other)
     acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
     return acc, new_best, total * keep + tl.sum(weights, 1)
 

@@ -41,8 +41,7 @@ def paged_attention_triton(
         "cap": float(options.logit_soft_cap or 0.0),
         "window": options.sliding_window or 0,
         "B": kv_cache.shape[3],
-        "TILE": config.tile,
-        "PRECISION": "tf32x3" if q.dtype == jnp.float32 else "tf32",
+        "PRECISION": config.precision,
         **heads,
     }
     batch = {
@@ -64,7 +63,7 @@ def paged_attention_triton(
             config.decode_stages,
             compute_capability,
         ),
-        {**batch, "work_ptr": plan.work, "ROWS": rows, "M": config.decode_rows, **attention},
+        {**batch, "work_ptr": plan.work, "ROWS": rows, "M": config.decode_rows, "TILE": config.decode_tile, **attention},
         out={
             "parts_ptr": jax.ShapeDtypeStruct((num_items, num_kv_heads, rows, head_dim), jnp.float32),
             "lse_ptr": jax.ShapeDtypeStruct((num_items, num_kv_heads, rows), jnp.float32),
@@ -78,7 +77,14 @@ def paged_attention_triton(
             Launch(
                 (plan.prefill_blocks.shape[0], num_kv_heads, 1), config.prefill_warps, config.prefill_stages, compute_capability
             ),
-            {**batch, "blocks_ptr": plan.prefill_blocks, "M": config.prefill_rows, **sink, **attention},
+            {
+                **batch,
+                "blocks_ptr": plan.prefill_blocks,
+                "M": config.prefill_rows,
+                "TILE": config.prefill_tile,
+                **sink,
+                **attention,
+            },
             updated={"out_ptr": out},
         )
     [out] = call_triton(
