@@ -16,9 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-# Assemblers of CUDA 12.7 and newer know it; Triton would take the newest that its own assembler knows.
-PTX_VERSION = 86
-
 
 def unavailable_reason() -> str | None:
     """Why no Triton kernel can be called here, None if it can; on a CPU Triton itself is enough."""
@@ -78,17 +75,21 @@ def call_triton(
         out_type=tuple(out.values()),
         grid=launch.grid,
         compute_capability=launch.compute_capability,
-        backend_options=backend_options(launch),
+        backend_options=_backend_options(launch),
     )
     return (*results, *(jax.freeze(ref) for ref in refs.values()))
 
 
-def backend_options(launch: Launch) -> dict[str, Any]:
+def _backend_options(launch: Launch) -> dict[str, Any]:
     """Of Triton's compiler."""
+    assert launch.compute_capability is not None
+    # Triton's own assembler is newer than the one that XLA uses. jax asks for CUDA 12.6, which knows version 8.5 of the language;
+    # GPUs newer than Hopper need CUDA 12.9.
+    ptx_version = 85 if launch.compute_capability <= 90 else 88
     return {
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
-        "ptx_version": PTX_VERSION,
+        "ptx_version": ptx_version,
         "enable_fp_fusion": True,
     }
 

@@ -11,20 +11,23 @@ from typing import Any
 
 from kernels_pallas.aot.kernels import KernelResources, find_ptxas, parse_ptxas
 
-_CALL = re.compile(r'custom_call_target="triton_kernel_call_ffi".*?\bopaque = "((?:[^"\\]|\\.)*)"')
+_CALL = re.compile(r'\btriton_kernel_call_ffi\b.*?\bopaque = "((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(rb"\\([0-9A-Fa-f]{2})|\\(.)", re.DOTALL)
 # Fields of jaxlib's messages: TritonAnyKernelCall, TritonKernelCall in it, and in that TritonKernel.
 _CALL_FIELD, _KERNEL, _NAME, _SHARED_BYTES, _PTX = 1, 1, 1, 3, 4
 
 
-def triton_resources(hlo_text: str) -> list[KernelResources]:
-    """Of each different Triton kernel in an optimized HLO text, put through NVIDIA's assembler.
+def triton_resources(program_text: str) -> list[KernelResources]:
+    """Of each different Triton kernel in a program, put through NVIDIA's assembler.
+
+    Args:
+        program_text: optimized HLO or, before compilation, StableHLO.
 
     Raises:
         RuntimeError: if there are such kernels and no assembler.
         subprocess.CalledProcessError: if the assembler refuses one.
     """
-    kernels = {_unescape(match.group(1)) for match in _CALL.finditer(hlo_text)}
+    kernels = {_unescape(match.group(1)) for match in _CALL.finditer(program_text)}
     ptxas = find_ptxas()
     if kernels and ptxas is None:
         raise RuntimeError("NVIDIA's assembler ptxas was not found: pip install 'jaxllm[aot]'")
