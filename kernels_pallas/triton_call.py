@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -123,7 +124,7 @@ _interpreter_lock = threading.Lock()
 
 def _filled(shape: jax.ShapeDtypeStruct) -> np.ndarray:
     """An array with what new memory may hold at worst."""
-    return np.full(shape.shape, np.nan if jax.numpy.issubdtype(shape.dtype, jax.numpy.floating) else -1, shape.dtype)
+    return np.full(shape.shape, np.nan if jnp.issubdtype(shape.dtype, jnp.floating) else -1, shape.dtype)
 
 
 @functools.cache
@@ -151,28 +152,35 @@ def interpreted(kernel: Any) -> Any:
 def _interpreter() -> Iterator[None]:
     """While it lasts, the functions of triton.language that are kernels themselves (`max`, `sum`, …) are interpreted too.
 
-    And products of bfloat16, which the interpreter keeps as integers, are products of their values.
+    And bfloat16, of which the interpreter knows little: products are those of the values, not of the bits, and rounding is to the
+    nearest, as on a GPU.
     """
     from triton import language
     from triton.runtime.interpreter import TensorHandle, interpreter_builder
     from triton.runtime.jit import JITFunction
 
-    plain_product = interpreter_builder.create_dot
+    plain_product, plain_cast = interpreter_builder.create_dot, interpreter_builder.cast_impl
 
     def values(operand: TensorHandle) -> TensorHandle:
         if operand.dtype.scalar != language.bfloat16:
             return operand
-        return TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), language.float32)
+        return TensorHandle(operand.data.view(jnp.bfloat16).astype(np.float32), language.float32)
+
+    def cast(source: TensorHandle, target: Any) -> TensorHandle:
+        if source.dtype.scalar != language.float32 or target.scalar != language.bfloat16:
+            return plain_cast(source, target)
+        return TensorHandle(source.data.astype(jnp.bfloat16).view(np.uint16), language.bfloat16)
 
     with _interpreter_lock:
         compiled = {name: value for name, value in vars(language).items() if isinstance(value, JITFunction)}
         try:
             interpreter_builder.create_dot = lambda a, b, *rest: plain_product(values(a), values(b), *rest)
+            interpreter_builder.cast_impl = cast
             for name, value in compiled.items():
                 setattr(language, name, interpreted(value))
             yield
         finally:
-            del interpreter_builder.create_dot
+            del interpreter_builder.create_dot, interpreter_builder.cast_impl
             for name, value in compiled.items():
                 setattr(language, name, value)
 

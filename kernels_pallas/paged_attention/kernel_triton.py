@@ -213,4 +213,6 @@ def prefill_kernel(
             acc, best, total, q, kv_ptr, table_ptr, head, tile, length, positions,
             scale, cap, window, True, D, D_PADDED, B, K, TILE, PRECISION,
         )  # fmt: skip
-    tl.store(out_ptr + place[:, None] + d[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    # Rows of no query may have seen no key.
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(out_ptr + place[:, None] + d[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
