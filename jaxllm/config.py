@@ -517,7 +517,7 @@ class EngineConfig:
     """All of it.
 
     Attributes:
-        attention_backend: "auto" picks by device: "mosaic" on Hopper GPUs, else "reference". A name is an order.
+        attention_backend: "auto" is "mosaic" on Hopper, "triton" on Ampere and Ada, else "reference". A name is an order.
         cudagraph_capture_sizes: sizes of decode buckets, in requests; None for a ladder up to max_num_seqs.
         compile_sizes: sizes of mixed buckets, in tokens; None for a ladder up to max_num_batched_tokens.
         compilation_cache_dir: where compiled steps are kept between runs; None for nowhere.

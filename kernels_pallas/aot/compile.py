@@ -19,6 +19,7 @@ from kernels_pallas.aot.hlo import Hlo
 from kernels_pallas.aot.kernels import KernelResources, mosaic_resources, ptx_resources
 from kernels_pallas.aot.targets import Target
 from kernels_pallas.aot.thunks import Thunks
+from kernels_pallas.aot.triton_kernels import triton_resources
 
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 # Where a Mosaic kernel's listing goes is a setting of the process, so one program is compiled at a time if they are wanted.
@@ -99,8 +100,11 @@ def compile_for_device(
         listings = sorted(Path(folder).glob("*.thunk_sequence*.txt"))
         if not listings:
             raise RuntimeError("XLA wrote no listing of the thunks")
-        resources = (*mosaic_resources(Path(folder)), *ptx_resources(Path(folder))) if kernels else ()
-        return Program(compiled, Hlo(compiled.as_text()), Thunks(listings[-1].read_text()), seconds, tuple(resources))
+        text = compiled.as_text()
+        resources: tuple[KernelResources, ...] = ()
+        if kernels:
+            resources = (*mosaic_resources(Path(folder)), *triton_resources(text), *ptx_resources(Path(folder)))
+        return Program(compiled, Hlo(text), Thunks(listings[-1].read_text()), seconds, resources)
 
 
 @contextmanager

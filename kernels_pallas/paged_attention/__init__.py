@@ -5,9 +5,11 @@ import math
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.device import compute_capability, num_cores, shared_memory
 from kernels_pallas.dispatch import target_platform
 from kernels_pallas.fp8 import check_scale, is_fp8
 from kernels_pallas.paged_attention.config import MosaicConfig, mosaic_config
+from kernels_pallas.paged_attention.config_triton import TritonConfig, triton_config
 from kernels_pallas.paged_attention.implementations import IMPLEMENTATIONS, Call, choose_implementation, select_implementation
 from kernels_pallas.paged_attention.plan import AttentionPlan, make_plan
 from kernels_pallas.paged_attention.reference import Options, Scales, paged_attention_reference
@@ -45,9 +47,14 @@ def plan_attention(
     Returns:
         The plan; None for an implementation that needs none.
     """
-    if choose_implementation(implementation, call) != "mosaic":
+    chosen = choose_implementation(implementation, call)
+    if chosen == "reference":
         return None
-    config = _mosaic_config(call)
+    config = _mosaic_config(call) if chosen == "mosaic" else _triton_config(call)
+    if isinstance(config, MosaicConfig):
+        tile, queries_per_block = config.tile, config.prefill_consumers * config.queries_per_warpgroup
+    else:
+        tile, queries_per_block = config.decode_tile, config.prefill_rows // (call.num_heads // call.num_kv_heads)
     return make_plan(
         seq_lens,
         query_start_loc,
@@ -56,10 +63,10 @@ def plan_attention(
         max_context=max_context,
         sliding_window=sliding_window,
         decode_only=decode_only,
-        tile=config.tile,
+        tile=tile,
         slots=config.decode_slots,
         min_tiles=config.min_tiles,
-        queries_per_block=config.prefill_consumers * config.queries_per_warpgroup,
+        queries_per_block=queries_per_block,
     )
 
 
@@ -70,6 +77,18 @@ def _mosaic_config(call: Call) -> MosaicConfig:
         call.head_dim,
         target_platform(),
         fp8_cache=is_fp8(jnp.dtype(call.cache_dtype or call.dtype)),
+    )
+
+
+def _triton_config(call: Call) -> TritonConfig:
+    return triton_config(
+        group=call.num_heads // call.num_kv_heads,
+        num_kv_heads=call.num_kv_heads,
+        head_dim=call.head_dim,
+        dtype=jnp.dtype(call.dtype),
+        max_decode_queries=call.max_decode_queries,
+        num_cores=None if target_platform() == "cpu" else num_cores(),
+        shared_memory=shared_memory(),
     )
 
 
@@ -117,7 +136,7 @@ def paged_attention(
         decode_only: every row is a decode or padding; with `max_decode_queries` 1, T == R and row r's query is token r. Static.
         max_decode_queries: static; more than 1 where tokens are speculated.
         plan: of `plan_attention` for this batch and window; None: it is computed here if it is needed.
-        implementation: "auto" or one of `IMPLEMENTATIONS`. "mosaic" on a CPU runs in an interpreter, which takes seconds.
+        implementation: "auto" or one of `IMPLEMENTATIONS`. "mosaic" and "triton" on a CPU run in interpreters, for tests.
 
     Returns:
         [T, H, D], dtype of q; zeros for tokens of no row.
@@ -158,10 +177,6 @@ def paged_attention(
             scales=scales,
             decode_only=decode_only and single,
         )
-    # Imported here: Pallas takes a while, and the reference does without.
-    from kernels_pallas.compat import interpreter
-    from kernels_pallas.paged_attention.mosaic import paged_attention_mosaic
-
     if plan is None:
         plan = plan_attention(
             seq_lens,
@@ -174,6 +189,23 @@ def paged_attention(
             decode_only=decode_only,
             implementation=chosen,
         )
+    # Imported here: Pallas and Triton take a while, and the reference does without.
+    if chosen == "triton":
+        from kernels_pallas.paged_attention.triton import paged_attention_triton
+
+        capability = None if target_platform() == "cpu" else compute_capability()
+        return paged_attention_triton(
+            *arrays,
+            plan=plan,
+            config=_triton_config(call),
+            options=options,
+            sinks=sinks,
+            max_decode_queries=max_decode_queries,
+            compute_capability=None if capability is None else 10 * capability[0] + capability[1],
+        )
+    from kernels_pallas.compat import interpreter
+    from kernels_pallas.paged_attention.mosaic import paged_attention_mosaic
+
     return paged_attention_mosaic(
         *arrays,
         num_decodes,

@@ -1,21 +1,23 @@
 """The implementations of paged_attention: which of them can serve a call here, and why the others cannot."""
 
 import logging
-import re
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.device import compute_capability
 from kernels_pallas.dispatch import choose, log_choice, target_platform
 from kernels_pallas.fp8 import FP8, is_fp8, saturated
 from kernels_pallas.paged_attention.config import mosaic_refusal
+from kernels_pallas.paged_attention.config_triton import triton_refusal
+from kernels_pallas.triton_call import unavailable_reason
 
 logger = logging.getLogger(__name__)
 
 # Best first.
-IMPLEMENTATIONS = ("mosaic", "reference")
+IMPLEMENTATIONS = ("mosaic", "triton", "reference")
 
 
 class Call(NamedTuple):
@@ -46,15 +48,7 @@ def choose_implementation(implementation: str, call: Call) -> str:
 
 def _refusals(implementation: str, call: Call) -> dict[str, str | None]:
     """Why each implementation cannot be used; None if it can. A name given may be slow, a choice may not."""
-    platform = target_platform()
-    mosaic = None
-    if platform == "cpu":
-        mosaic = None if implementation == "mosaic" else "on a CPU it runs in an interpreter, for tests"
-    elif platform not in ("gpu", "cuda"):
-        mosaic = f"it needs a Hopper GPU, not {platform}"
-    elif not _is_hopper():
-        mosaic = "it needs a Hopper GPU (compute capability 9)"
-    mosaic = mosaic or mosaic_refusal(
+    mosaic = _mosaic_device_refusal(implementation) or mosaic_refusal(
         num_heads=call.num_heads,
         num_kv_heads=call.num_kv_heads,
         head_dim=call.head_dim,
@@ -63,7 +57,14 @@ def _refusals(implementation: str, call: Call) -> dict[str, str | None]:
         cache_dtype=_cache_dtype(call),
         max_decode_queries=call.max_decode_queries,
     )
-    return {"mosaic": mosaic, "reference": None}
+    triton = _triton_device_refusal(implementation) or triton_refusal(
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        head_dim=call.head_dim,
+        dtype=jnp.dtype(call.dtype),
+        cache_dtype=_cache_dtype(call),
+    )
+    return {"mosaic": mosaic, "triton": triton, "reference": None}
 
 
 def _cache_dtype(call: Call) -> jnp.dtype:
@@ -71,12 +72,33 @@ def _cache_dtype(call: Call) -> jnp.dtype:
     return FP8 if is_fp8(dtype) else dtype
 
 
-def _is_hopper() -> bool:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        # Of a device that is lowered for but not here, only the name is known.
-        return re.search(r"\bG?H(20|100|200|800)\b", device.device_kind) is not None
-    return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
+INTERPRETED = "on a CPU it runs in an interpreter, for tests"
+
+
+def _mosaic_device_refusal(implementation: str) -> str | None:
+    platform = target_platform()
+    if platform == "cpu":
+        return None if implementation == "mosaic" else INTERPRETED
+    if platform not in ("gpu", "cuda"):
+        return f"it needs a Hopper GPU, not {platform}"
+    capability = compute_capability()
+    if capability is None or capability[0] != 9:
+        return "it needs a Hopper GPU (compute capability 9)"
+    return None
+
+
+def _triton_device_refusal(implementation: str) -> str | None:
+    platform = target_platform()
+    if platform == "cpu":
+        return unavailable_reason() if implementation == "triton" else INTERPRETED
+    if platform not in ("gpu", "cuda"):
+        return f"it needs an NVIDIA GPU, not {platform}"
+    capability = compute_capability()
+    if capability is None or capability < (8, 0):
+        return "it needs an NVIDIA GPU of compute capability 8.0 or newer"
+    if capability >= (10, 0) and implementation != "triton":
+        return "it is not chosen on GPUs newer than Hopper, for which it was never compiled"
+    return unavailable_reason()
 
 
 def select_implementation(implementation: str, call: Call, *, sliding_window: int | None = None) -> str:

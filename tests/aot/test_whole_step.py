@@ -10,6 +10,7 @@ from jaxllm.plan.abstract_worker import AbstractWorker
 from jaxllm.worker.buckets import Bucket
 from jaxllm.worker.row_state import state_bytes
 from kernels_pallas.aot import Program
+from kernels_pallas.triton_call import unavailable_reason
 
 pytestmark = pytest.mark.aot
 MIB = 2**20
@@ -49,6 +50,33 @@ def test_decode_step_of_llama_8b():
     check_step(worker, program, bucket)
     assert program.hlo.collectives == []
     assert program.thunks.kinds == ["kCommandBuffer"]
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+@pytest.mark.parametrize(
+    ("model", "size", "decode"),
+    [
+        ("llama-3.1-8b", 1, True),
+        pytest.param("llama-3.1-8b", 1, False, marks=pytest.mark.slow),
+        pytest.param("llama-3.3-70b", 4, True, marks=pytest.mark.slow),
+        pytest.param("llama-3.3-70b", 4, False, marks=pytest.mark.slow),
+    ],
+)
+def test_step_on_an_a100(model: str, size: int, decode: bool):
+    """By Triton's kernels."""
+    layers = 1 if size == 1 else 2
+    worker = make_worker(model, tensor_parallel_size=size, num_layers=layers, target="a100", attention_backend="auto")
+    assert worker.config.attention_backend == "triton"
+    bucket = bucket_of(worker, 64 if decode else 512, decode=decode)
+    program = worker.program(bucket)
+    check_step(worker, program, bucket)
+    kinds = Counter(collective.kind for collective in program.hlo.collectives)
+    if size == 1:
+        assert not kinds
+        assert program.thunks.kinds == ["kCommandBuffer"]
+    else:
+        assert kinds == {"all-reduce": 2 * layers + 1, "all-to-all": 1, "all-gather": 1}
+        assert not program.thunks.waits_for_device
 
 
 def test_decode_step_of_llama_70b_on_four_devices():

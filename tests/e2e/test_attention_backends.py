@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from kernels_pallas.triton_call import unavailable_reason
 
 CONFIG = {
     "architectures": ["MistralForCausalLM"],
@@ -38,11 +39,17 @@ def generate(folder, backend, kv_cache_dtype="auto"):
     return [output.outputs[0] for output in outputs]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
-def test_mosaic_gives_the_tokens_of_the_reference(tmp_path, kv_cache_dtype):
+TRITON = [pytest.mark.slow, pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))]
+
+
+@pytest.mark.parametrize(
+    ("backend", "kv_cache_dtype"),
+    [("mosaic", "auto"), pytest.param("mosaic", "fp8", marks=pytest.mark.slow), pytest.param("triton", "auto", marks=TRITON)],
+)
+def test_kernels_give_the_tokens_of_the_reference(tmp_path, backend, kv_cache_dtype):
     """A prompt in two chunks beside a decode, then decodes: both kernels, with and without a window."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    expected, found = (generate(tmp_path, backend, kv_cache_dtype) for backend in ("reference", "mosaic"))
+    expected, found = (generate(tmp_path, name, kv_cache_dtype) for name in ("reference", backend))
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     for output, same in zip(found, expected, strict=True):
         assert output.cumulative_logprob == pytest.approx(same.cumulative_logprob, abs=0.1)

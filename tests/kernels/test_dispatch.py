@@ -5,6 +5,7 @@ import logging
 import jax
 import pytest
 
+from kernels_pallas import dispatch
 from kernels_pallas.dispatch import choose, log_choice
 from kernels_pallas.paged_attention import Call, implementations, select_implementation
 
@@ -43,12 +44,14 @@ def on_device(monkeypatch, capability):
         compute_capability = capability
 
     monkeypatch.setattr(implementations, "target_platform", lambda: "gpu")
+    monkeypatch.setattr(implementations, "unavailable_reason", lambda: None)
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
 
 
-def test_on_a_cpu_the_reference_runs_and_mosaic_by_name_only():
-    assert select_implementation("auto", CALL) == "reference"
-    assert select_implementation("mosaic", CALL) == "mosaic"
+def test_on_a_cpu_the_reference_runs_and_kernels_by_name_only(monkeypatch):
+    monkeypatch.setattr(implementations, "unavailable_reason", lambda: None)
+    for name, expected in (("auto", "reference"), ("mosaic", "mosaic"), ("triton", "triton")):
+        assert select_implementation(name, CALL) == expected
 
 
 def test_a_hopper_gpu_takes_mosaic(monkeypatch):
@@ -57,13 +60,58 @@ def test_a_hopper_gpu_takes_mosaic(monkeypatch):
     assert select_implementation("auto", CALL) == "mosaic"
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0"])
-def test_other_gpus_do_not(monkeypatch, capability):
+@pytest.mark.parametrize(
+    ("capability", "expected"), [("7.5", "reference"), ("8.0", "triton"), ("8.9", "triton"), ("10.0", "reference")]
+)
+def test_other_gpus_do_not(monkeypatch, capability, expected):
     on_device(monkeypatch, capability)
     monkeypatch.setattr(implementations, "self_test", lambda *_: None)
-    assert select_implementation("auto", CALL) != "mosaic"
+    assert select_implementation("auto", CALL) == expected
     with pytest.raises(ValueError, match="'mosaic' of paged_attention cannot be used: it needs a Hopper GPU"):
         select_implementation("mosaic", CALL)
+
+
+def test_triton_by_name_serves_newer_gpus_but_no_older_ones(monkeypatch):
+    monkeypatch.setattr(implementations, "self_test", lambda *_: None)
+    on_device(monkeypatch, "10.0")
+    assert select_implementation("triton", CALL) == "triton"
+    on_device(monkeypatch, "7.5")
+    with pytest.raises(ValueError, match="'triton' of paged_attention cannot be used: it needs an NVIDIA GPU of compute capab"):
+        select_implementation("triton", CALL)
+
+
+def test_triton_serves_hopper_what_mosaic_does_not(monkeypatch, caplog):
+    on_device(monkeypatch, "9.0")
+    monkeypatch.setattr(implementations, "self_test", lambda *_: None)
+    monkeypatch.setattr(dispatch, "target_platform", lambda: "gpu")
+    with caplog.at_level(logging.INFO, logger="kernels_pallas.dispatch"):
+        assert select_implementation("auto", CALL._replace(dtype="float32")) == "triton"
+    assert caplog.messages == ["paged_attention: triton on gpu (not mosaic: dtype float32 is not bfloat16 or float16)"]
+
+
+def test_without_jax_triton_the_reference_runs(monkeypatch, caplog):
+    on_device(monkeypatch, "8.6")
+    monkeypatch.setattr(implementations, "unavailable_reason", lambda: "jax-triton is not installed")
+    with caplog.at_level(logging.INFO, logger="kernels_pallas.dispatch"):
+        assert select_implementation("auto", CALL) == "reference"
+    assert "not triton: jax-triton is not installed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not bfloat16, float16 or float32"),
+        ({"head_dim": 72}, "head size 72 is not a multiple of 16 up to 256"),
+        ({"head_dim": 512}, "head size 512 is not a multiple of 16 up to 256"),
+        ({"num_heads": 66}, "33 query heads share a KV head, more than 32"),
+    ],
+)
+def test_what_triton_does_not_serve(monkeypatch, change, reason):
+    on_device(monkeypatch, "8.0")
+    call = CALL._replace(**change)
+    with pytest.raises(ValueError, match=reason):
+        select_implementation("triton", call)
+    assert select_implementation("auto", call) == "reference"
 
 
 def test_a_kernel_that_fails_its_self_test_is_passed_over(monkeypatch, caplog):

@@ -246,7 +246,7 @@ def test_bad_arrays_are_refused(name, shape, dtype, message):
         ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
         ({"logit_soft_cap": -1.0}, "logit_soft_cap must be positive, got -1.0"),
         ({"decode_only": True}, "6 tokens and 3 rows"),
-        ({"implementation": "magic"}, "must be one of auto, mosaic, reference, got 'magic'"),
+        ({"implementation": "magic"}, "must be one of auto, mosaic, triton, reference, got 'magic'"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -1,0 +1,107 @@
+"""Sizes of the Triton kernels, and which calls they can serve."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+MAX_GROUP = 32
+KIB = 1024
+
+
+class _Sizes(NamedTuple):
+    """Keys of a decode step and most rows of a decode block, keys of a prefill step and rows of a prefill block."""
+
+    decode_tile: int
+    max_decode_rows: int
+    prefill_tile: int
+    prefill_rows: int
+
+
+# By bytes of a value and head size, up to which: the largest with which no register is spilled, from Ampere to Hopper.
+_SIZES = {
+    2: {64: _Sizes(64, 32, 64, 128), 128: _Sizes(64, 32, 32, 128), 256: _Sizes(32, 32, 32, 64)},
+    4: {64: _Sizes(32, 32, 32, 64), 128: _Sizes(16, 16, 16, 32), 256: _Sizes(16, 16, 16, 32)},
+}
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """Static sizes of the Triton kernels.
+
+    Attributes:
+        decode_tile, prefill_tile: keys of one step of a kernel.
+        decode_rows, prefill_rows: rows (queries times the query heads of a KV head) of a block; powers of 2, at least 16.
+        decode_warps, decode_stages, prefill_warps, prefill_stages: as in `Launch`.
+        decode_slots: work items a KV head that fill the device.
+        min_tiles: fewest tiles worth an item of their own.
+        precision: of products of float32; see `triton.language.dot`.
+    """
+
+    decode_tile: int
+    decode_rows: int
+    decode_warps: int
+    decode_stages: int
+    prefill_tile: int
+    prefill_rows: int
+    prefill_warps: int
+    prefill_stages: int
+    decode_slots: int
+    min_tiles: int
+    precision: str
+
+
+def triton_config(
+    *,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+    max_decode_queries: int,
+    num_cores: int | None,
+    shared_memory: int,
+) -> TritonConfig:
+    """Sizes for a GPU.
+
+    Of the stages of its pipeline Triton spends two on the lookup in the block table: with 5 of them two tiles of K and V are in
+    shared memory, one that is worked on and one on its way; with 4 there is one. With D = 128 a decode block takes 72 KiB, so
+    that two share a core of an A100, and a prefill block 66 KiB.
+
+    Args:
+        num_cores: of the device; None on a CPU, where the kernels are interpreted: few items then.
+        shared_memory: bytes that a block may have.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    largest = next(size for size in (64, 128, 256) if head_dim <= size)
+    sizes = _SIZES[itemsize][largest]
+    rows = 16
+    while rows < min(group * max_decode_queries, sizes.max_decode_rows):
+        rows *= 2
+    return TritonConfig(
+        decode_tile=sizes.decode_tile,
+        decode_rows=rows,
+        decode_warps=4,
+        decode_stages=5,
+        prefill_tile=sizes.prefill_tile,
+        prefill_rows=sizes.prefill_rows,
+        prefill_warps=8,
+        prefill_stages=5 if largest < 256 or (itemsize == 2 and shared_memory > 132 * KIB) else 4,
+        decode_slots=2 if num_cores is None else max(1, 2 * num_cores // num_kv_heads),
+        min_tiles=1 if num_cores is None else -(-256 // sizes.decode_tile),
+        # With three products of tf32 the wide heads would need more registers than there are.
+        precision="tf32x3" if largest < 256 else "ieee",
+    )
+
+
+def triton_refusal(*, num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> str | None:
+    """Why the Triton kernels cannot serve such a call, on whatever device; None if they can."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"dtype {jnp.dtype(dtype).name} is not bfloat16, float16 or float32"
+    if jnp.dtype(cache_dtype) != jnp.dtype(dtype):
+        return f"the KV cache is {jnp.dtype(cache_dtype).name}, not {jnp.dtype(dtype).name} as the queries are"
+    if head_dim % 16 or not 16 <= head_dim <= 256:
+        return f"head size {head_dim} is not a multiple of 16 up to 256"
+    group = num_heads // num_kv_heads
+    if group > MAX_GROUP:
+        return f"{group} query heads share a KV head, more than {MAX_GROUP}"
+    return None
