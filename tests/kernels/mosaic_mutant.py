@@ -158,26 +158,30 @@ SCALE = SHAPE["head_dim"] ** -0.5
 
 
 def run_decode(module: ModuleType) -> float:
-    """Four tiles of a row in one item, the first ragged and the last cut by the window. Returns the largest error."""
-    window = 200
-    case = make_case(np.random.default_rng(0), [(330, 1)], heads=1, pages=12, **SHAPE)
+    """Two rows of four queries, an item each: one ends inside a tile, one with it; the window cuts the last tile of both.
+
+    Returns the largest error.
+    """
+    window, queries = 200, 4
+    case = make_case(np.random.default_rng(0), [(330, queries), (320, queries)], heads=1, pages=12, **SHAPE)
     q, cache, tables, lens, _, _ = case.arrays()
-    work = jnp.asarray([[0, 2, 6, 1]], jnp.int32)
+    work = jnp.asarray([[0, 1, 6, queries], [1, 1, 5, queries]], jnp.int32)
 
     def attend(*arrays: jax.Array) -> jax.Array:
         return module.decode_parts(
             *arrays,
             group=1,
-            single_query=True,
+            single_query=False,
             tile=64,
             stages=2,
             options=Options(SCALE, window, None),
             interpret=compat.interpreter(detect_races=True),
         )[0]
 
-    rows = jnp.pad(q.reshape(1, 1, 1, -1), ((0, 0), (0, 0), (0, 7), (0, 0)))
+    rows = jnp.pad(q.reshape(2, 1, queries, -1), ((0, 0), (0, 0), (0, 8 - queries), (0, 0)))
     parts = np.asarray(jax.block_until_ready(jax.jit(attend)(rows, cache, tables, lens, work)), np.float64)
-    return float(np.abs(parts[0, 0, :1] - attention_spec(case, scale=SCALE, sliding_window=window)[0]).max())
+    expected = attention_spec(case, scale=SCALE, sliding_window=window).reshape(2, queries, -1)
+    return float(np.abs(parts[:, 0, :queries] - expected).max())
 
 
 def run_prefill(module: ModuleType) -> float:
