@@ -1,6 +1,7 @@
 """Attention of a ragged batch of queries over a paged KV cache."""
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from kernels_pallas.paged_attention.config import MosaicConfig, mosaic_config
 from kernels_pallas.paged_attention.implementations import IMPLEMENTATIONS, Call, choose_implementation, select_implementation
 from kernels_pallas.paged_attention.plan import AttentionPlan, make_plan
 from kernels_pallas.paged_attention.reference import Options, paged_attention_reference
+from kernels_pallas.tuned import SIZES, table, target_device_kind
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -46,7 +48,7 @@ def plan_attention(
     """
     if choose_implementation(implementation, call) != "mosaic":
         return None
-    config = _mosaic_config(call)
+    config = launch_config(call)
     return make_plan(
         seq_lens,
         query_start_loc,
@@ -64,6 +66,15 @@ def plan_attention(
 
 def _mosaic_config(call: Call) -> MosaicConfig:
     return mosaic_config(call.num_heads // call.num_kv_heads, call.num_kv_heads, call.head_dim, target_platform())
+
+
+def launch_config(call: Call) -> MosaicConfig:
+    """Sizes of the Mosaic kernels for a call: those measured on this GPU model (`kernels_pallas.tuned`), else by rule."""
+    config = _mosaic_config(call)
+    if target_platform() == "cpu":
+        return config
+    kind = target_device_kind()
+    return replace(config, **{name: size for op in SIZES for name, size in table().sizes(op, call, kind).items()})
 
 
 def paged_attention(
@@ -158,7 +169,7 @@ def paged_attention(
         *arrays,
         num_decodes,
         plan=plan,
-        config=_mosaic_config(call),
+        config=launch_config(call),
         options=options,
         sinks=sinks,
         decode_only=decode_only,

@@ -15,7 +15,7 @@ class MosaicConfig:
     """Static sizes of the Mosaic GPU kernels.
 
     Attributes:
-        tile: keys of one step of a kernel.
+        tile, prefill_tile: keys of one step of the decode kernel and of the prefill kernel.
         decode_stages, prefill_stages: tiles of K, and of V, that a block has in flight.
         decode_slots: work items a KV head that fill the device; a call with that many or more rows has an item a row.
         min_tiles: fewest tiles worth an item of their own.
@@ -30,6 +30,7 @@ class MosaicConfig:
     decode_slots: int
     min_tiles: int
     queries_per_warpgroup: int
+    prefill_tile: int = 64
 
 
 def mosaic_config(group: int, num_kv_heads: int, head_dim: int, platform: str) -> MosaicConfig:
