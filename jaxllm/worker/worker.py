@@ -18,7 +18,7 @@ import psutil
 from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, make_kv_cache_groups
 from jaxllm.core.output import SchedulerOutput
-from jaxllm.cuda import plugin_would_fail
+from jaxllm.cuda import cuda_is_usable, plugin_would_fail
 from jaxllm.models.decoder_params import Shares
 from jaxllm.models.registry import model_class
 from jaxllm.trace import Trace
@@ -27,6 +27,7 @@ from jaxllm.weights.load import load_params
 from jaxllm.weights.source import resolve_model
 from jaxllm.worker.buckets import Buckets
 from jaxllm.worker.compile_cache import CompileCounter, enable_persistent_cache
+from jaxllm.worker.device_memory import set_memory_aside, usable_bytes
 from jaxllm.worker.device_trace import DeviceTrace
 from jaxllm.worker.kv_cache import check_num_blocks, num_blocks_in, total_bytes
 from jaxllm.worker.manifest import built_num_blocks, check_manifest
@@ -76,6 +77,8 @@ class Worker:
         """
         if plugin_would_fail():
             jax.config.update("jax_platforms", "cpu")
+        elif cuda_is_usable():
+            set_memory_aside(self.config.cache.gpu_memory_utilization)
         enable_persistent_cache(self.config.compiled_dir or self.config.compilation_cache_dir)
         stages, tensor = self.config.parallel.pipeline_parallel_size, self.config.parallel.tensor_parallel_size
         size = self.config.parallel.num_devices
@@ -339,7 +342,7 @@ class Worker:
         share = self.config.cache.gpu_memory_utilization
         stats = jax.local_devices()[0].memory_stats()
         if stats is not None and "bytes_limit" in stats:
-            return int(share * stats["bytes_limit"])
+            return usable_bytes(share, stats["bytes_limit"])
         return int(share * psutil.virtual_memory().total / len(self.devices))
 
     def _num_blocks(self, budget: int) -> int:

@@ -6,8 +6,13 @@ import shutil
 import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from kernels_pallas.aot.targets import Target
+
+# A launch in Mosaic's module: the threads of a block along x, which is all of them, and its dynamic shared memory.
+_LAUNCH = re.compile(r"gpu\.launch .* threads\(.*\) in \(\S+ = %c(\d+),.*dynamic_shared_memory_size %c(\d+)_i32")
 
 
 @dataclass(frozen=True)
@@ -17,13 +22,32 @@ class KernelResources:
     Attributes:
         registers: of a thread.
         spill_bytes: of a thread's registers kept in memory, written and read.
-        shared_bytes: shared memory of a block, as far as it is known when compiling.
+        shared_bytes: shared memory of a block; of kernels that XLA wrote without what a launch asks for beside the static part.
+        threads: of a block; None where the launch is not known.
     """
 
     name: str
     registers: int
     spill_bytes: int
     shared_bytes: int
+    threads: int | None = None
+
+    def blocks_per_core(self, target: Target) -> int:
+        """Blocks that share a core of a GPU at a time, by registers, shared memory and threads; 0 if one is too large.
+
+        Registers are dealt out to warps of 32 threads, 8 a thread at a time, and each block takes another KiB of shared memory
+        (CUDA C++ Programming Guide, the tables of compute capabilities 8 to 10).
+        """
+        assert self.threads is not None, f"the launch of {self.name} is not known"
+        registers = -(-self.registers // 8) * 8
+        warps = -(-self.threads // 32)
+        return min(
+            65536 // (registers * 32 * warps),
+            target.shared_memory_per_core // (self.shared_bytes + 1024)
+            if self.shared_bytes <= target.shared_memory_per_block
+            else 0,
+            2048 // self.threads,
+        )
 
 
 def parse_ptxas(text: str) -> list[KernelResources]:
@@ -52,12 +76,12 @@ def mosaic_resources(folder: Path) -> list[KernelResources]:
     found = []
     for listing in sorted(folder.glob("*.ptxas")):
         text = listing.read_text(errors="replace")
-        # The listing knows static shared memory alone; what a launch asks for beside it is in the compiler's log.
-        log = listing.with_suffix(".mlir-passes.log")
-        dynamic = re.search(r"smem_bytes = (\d+)", log.read_text(errors="replace")) if log.exists() else None
+        # The listing knows static shared memory alone; what a launch asks for beside it is in the module that was compiled, of
+        # which the log has a copy after each pass: the first to have the sizes as constants will do.
+        with listing.with_suffix(".mlir-passes.log").open(errors="replace") as log:
+            threads, dynamic = next(launch.groups() for line in log if (launch := _LAUNCH.search(line)))
         for kernel in parse_ptxas(text):
-            shared = kernel.shared_bytes + (int(dynamic.group(1)) if dynamic else 0)
-            found.append(KernelResources(kernel.name, kernel.registers, kernel.spill_bytes, shared))
+            found.append(replace(kernel, shared_bytes=kernel.shared_bytes + int(dynamic), threads=int(threads)))
     return found
 
 

@@ -1,6 +1,7 @@
 """Attention of a ragged batch of queries over a paged KV cache."""
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from kernels_pallas.paged_attention.config_triton import TritonConfig, triton_co
 from kernels_pallas.paged_attention.implementations import IMPLEMENTATIONS, Call, choose_implementation, select_implementation
 from kernels_pallas.paged_attention.plan import AttentionPlan, make_plan
 from kernels_pallas.paged_attention.reference import Options, Scales, paged_attention_reference
+from kernels_pallas.tuned import SIZES, table, target_device_kind
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -50,7 +52,7 @@ def plan_attention(
     chosen = choose_implementation(implementation, call)
     if chosen == "reference":
         return None
-    config = _mosaic_config(call) if chosen == "mosaic" else _triton_config(call)
+    config = launch_config(call) if chosen == "mosaic" else _triton_config(call)
     if isinstance(config, MosaicConfig):
         tile, queries_per_block = config.tile, config.prefill_consumers * config.queries_per_warpgroup
     else:
@@ -90,6 +92,17 @@ def _triton_config(call: Call) -> TritonConfig:
         num_cores=None if target_platform() == "cpu" else num_cores(),
         shared_memory=shared_memory(),
     )
+
+
+def launch_config(call: Call) -> MosaicConfig:
+    """Sizes of the Mosaic kernels for a call: those measured on this GPU model (`kernels_pallas.tuned`), else by rule."""
+    config = _mosaic_config(call)
+    if target_platform() == "cpu":
+        return config
+    if call.cache_dtype == call.dtype:
+        call = call._replace(cache_dtype=None)
+    kind = target_device_kind()
+    return replace(config, **{name: size for op in SIZES for name, size in table().sizes(op, call, kind).items()})
 
 
 def paged_attention(
@@ -210,7 +223,7 @@ def paged_attention(
         *arrays,
         num_decodes,
         plan=plan,
-        config=_mosaic_config(call),
+        config=launch_config(call),
         options=options,
         sinks=sinks,
         scales=scales,

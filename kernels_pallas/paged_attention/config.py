@@ -17,7 +17,7 @@ class MosaicConfig:
     """Static sizes of the Mosaic GPU kernels.
 
     Attributes:
-        tile: keys of one step of a kernel.
+        tile, prefill_tile: keys of one step of the decode kernel and of the prefill kernel.
         decode_stages, prefill_stages: tiles of K, and of V, that a block has in flight; if the cache is of 8-bit numbers, tiles
             widened to 16.
         decode_raw_tiles, prefill_raw_tiles: tiles, of K and V together, that are then in flight; else 0.
@@ -36,6 +36,7 @@ class MosaicConfig:
     decode_slots: int
     min_tiles: int
     queries_per_warpgroup: int
+    prefill_tile: int = 64
 
 
 def mosaic_config(group: int, num_kv_heads: int, head_dim: int, platform: str, *, fp8_cache: bool = False) -> MosaicConfig:

@@ -88,14 +88,16 @@ def load_tiles(kv_ref: Any, table_ref: Any, head: jax.Array, ring: Ring, span: S
     def _(step: jax.Array) -> None:
         slot = lax.rem(step, jnp.int32(stages))
         first = (span.first_tile + span.num_tiles - 1 - step) * pages
-        blocks = [table_ref[jnp.minimum(first + page, last)] for page in range(pages)]
         for plane, tiles, full, free in ((0, ring.k_ref, ring.k_full, ring.k_free), (1, ring.v_ref, ring.v_full, ring.v_free)):
 
             @pl.when(step >= stages)
             def _(free: Any = free) -> None:
                 plgpu.barrier_wait(free.at[slot])
 
-            for page, block in enumerate(blocks):
+            # More than two pages written out one after the other cost registers, and with a window a block's place on the core.
+            @pl.loop(0, pages, unroll=pages <= 2)
+            def _(page: jax.Array, plane: int = plane, tiles: Any = tiles, full: Any = full) -> None:
+                block = table_ref[jnp.minimum(first + page, last)]
                 place = tiles.at[slot, pl.ds(page * block_size, block_size)]
                 plgpu.copy_gmem_to_smem(kv_ref.at[block, plane, head], place, full.at[slot])
 

@@ -92,7 +92,7 @@ def paged_attention_mosaic(
         group=group,
         queries_per_warpgroup=config.queries_per_warpgroup,
         consumers=config.prefill_consumers,
-        tile=config.tile,
+        tile=config.prefill_tile,
         stages=config.prefill_stages,
         raw_tiles=config.prefill_raw_tiles,
         scales=scales,

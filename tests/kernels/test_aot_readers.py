@@ -118,8 +118,29 @@ def test_what_the_assembler_says(tmp_path: Path):
     assert parse_ptxas(PTXAS) == [KernelResources("decode", 128, 40, 1024), KernelResources("merge", 24, 0, 0)]
     assert mosaic_resources(tmp_path) == []
     (tmp_path / "kernel_0.ptxas").write_text(PTXAS)
-    (tmp_path / "kernel_0.mlir-passes.log").write_text("module attributes {smem_bytes = 84040 : i32} {")
-    assert [kernel.shared_bytes for kernel in mosaic_resources(tmp_path)] == [1024 + 84040, 84040]
+    launch = "%7 = gpu.launch async [%5] blocks(%a, %b, %c) in (%d = %c8, %e = %c97, %f = %c1) threads(%g, %h, %i) in "
+    launch += "(%j = %c256, %k = %c1, %l = %c1) dynamic_shared_memory_size %c84040_i32 {"
+    earlier = launch.replace("%c256", "%threads").replace("%c84040_i32", "%bytes")
+    (tmp_path / "kernel_0.mlir-passes.log").write_text(f"module @kernel {{\n  {earlier}\n  {launch}\n")
+    kernels = mosaic_resources(tmp_path)
+    assert [(kernel.shared_bytes, kernel.threads) for kernel in kernels] == [(1024 + 84040, 256), (84040, 256)]
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "threads", "blocks"),
+    [
+        (128, 84041, 256, 2),  # 2 * 256 * 128 registers are all that there are
+        (129, 84041, 256, 1),  # 136 a thread, for they come by eights
+        (96, 84041, 256, 2),  # registers for 2.7 blocks
+        (64, 113 * 1024, 256, 2),
+        (64, 113 * 1024 + 1, 256, 1),  # 228 KiB less one a block
+        (64, 227 * 1024 + 1, 256, 0),
+        (32, 1024, 384, 5),  # of 2048 threads
+        (168, 1024, 384, 1),
+    ],
+)
+def test_blocks_that_share_a_core(registers: int, shared: int, threads: int, blocks: int):
+    assert KernelResources("", registers, 0, shared, threads).blocks_per_core(TARGETS["h200"]) == blocks
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))

@@ -1,35 +1,28 @@
-"""Each barrier, fence and wait of the Mosaic decode kernel, and of the producer of 8-bit caches, is needed: without it the
-interpreter reports something."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""Each barrier, fence and wait of the Mosaic kernels is needed: without it the interpreter reports something."""
 
 import pytest
-from mosaic_mutant import ROOT, synchronisations
+from mosaic_mutant import KERNELS, SHARED, Mutant, mutants, report_on
 
-SYNCHRONISATIONS = [found for found in synchronisations() if found[0] in ("kernel_mosaic_decode", "kernel_mosaic_fp8")]
-
-
-def run_without(module: str, line: int) -> int:
-    """The exit status of a run with that line taken out."""
-    script = Path(__file__).with_name("mosaic_mutant.py")
-    paths = os.pathsep.join([str(ROOT), str(script.parent)])
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    return subprocess.run([sys.executable, str(script), module, str(line)], env=env, timeout=400, check=False).returncode
+MUTANTS = [mutant for kernel in KERNELS for mutant in mutants(kernel)]
+# Of each line a mutant that runs always: the decode kernel's, the quicker one.
+SHORT = [mutant for mutant in mutants("decode") if not mutant.only_if]
 
 
 def test_all_are_found():
-    assert len(SYNCHRONISATIONS) == 3 + 4
+    # Eight lines are both kernels', of which one counts three times; three are of the decode kernel, seven of the prefill
+    # kernel, four of the producer of 8-bit caches, of which one counts three times.
+    assert len(MUTANTS) == 2 * (8 + 2) + 3 + 7 + 4 + 2
+    assert len({(mutant.module, mutant.line) for mutant in MUTANTS}) == 22
+    assert {mutant.module for mutant in SHORT} == {SHARED, f"{SHARED}_decode"}
 
 
-@pytest.mark.slow
-def test_whole_kernels_pass():
-    assert run_without("none", 0) == 0
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_whole_kernels_pass(kernel: str):
+    assert report_on(Mutant(kernel)) == ""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("module", "line"), SYNCHRONISATIONS)
-def test_without_one(module, line):
-    assert run_without(module, line) == 3
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(mutant, id=str(mutant), marks=[] if mutant in SHORT else [pytest.mark.slow]) for mutant in MUTANTS]
+)
+def test_without_one(mutant: Mutant):
+    assert report_on(mutant) != ""
