@@ -46,7 +46,9 @@ DECODES = [
     ((32, 2, 2, 96), {"sinks": np.array([0.5, 3.0], np.float32)}, np.float32),
     ((32, 3, 1, 128), {"sliding_window": 1}, np.float16),
     ((16, 2, 1, 256), {"logit_soft_cap": 0.5}, BFLOAT16),
-    ((8, 17, 1, 32), {}, np.float32),
+    pytest.param((8, 17, 1, 32), {}, np.float32, marks=pytest.mark.slow),
+    pytest.param((16, 16, 2, 192), {"sliding_window": 30}, np.float32, marks=pytest.mark.slow),
+    pytest.param((64, 4, 4, 128), {"sinks": np.array([0.5, 3.0, -2.0, 9.0], np.float32)}, BFLOAT16, marks=pytest.mark.slow),
 ]
 
 
@@ -63,6 +65,9 @@ CHUNKS = [
     ((64, 2, 1, 80), {"sinks": np.array([0.5, 3.0], np.float32)}, np.float32),
     ((32, 16, 1, 96), {"sliding_window": 100}, np.float16),
     ((16, 4, 1, 256), {}, BFLOAT16),
+    pytest.param((16, 2, 2, 256), {"sliding_window": 17, "logit_soft_cap": 3.0}, np.float32, marks=pytest.mark.slow),
+    pytest.param((64, 32, 1, 64), {}, np.float32, marks=pytest.mark.slow),
+    pytest.param((32, 5, 1, 128), {"sliding_window": 200}, BFLOAT16, marks=pytest.mark.slow),
 ]
 
 
@@ -73,10 +78,12 @@ def test_mixed_batch(shape, options, dtype):
     check(case_of(rows, shape, dtype, num_rows=4, num_tokens=75), decode_only=False, **options)
 
 
-@pytest.mark.parametrize("decode_only", [True, False])
-@pytest.mark.parametrize(("heads", "queries"), [(4, 4), (16, 8)])
-def test_several_queries_a_decode_row(decode_only, heads, queries):
-    """Speculation: rows of 1 to 8 queries through the work list, in one tile or in two."""
+@pytest.mark.parametrize(
+    ("heads", "queries", "decode_only"),
+    [(4, 4, True), (8, 8, False), pytest.param(16, 8, True, marks=pytest.mark.slow)],
+)
+def test_several_queries_a_decode_row(heads, queries, decode_only):
+    """Speculation: rows of 1 to 8 queries through the work list, in one tile or in several."""
     rows = [(70, 1), (70, queries), (140, 3), (2, 2)] + ([] if decode_only else [(40, 20)])
     case = case_of(rows, (16, heads, 1, 64), np.float32, num_rows=len(rows) + 1, num_tokens=40)
     case.num_decodes = 4
