@@ -1,5 +1,6 @@
 """A batch for the attention kernels, and what attention is in float64."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -44,12 +45,11 @@ class AttentionCase:
         blocks = np.arange(1, num_blocks, dtype=np.int32)
         tables = (rng.permutation(blocks) if shuffled else blocks).reshape(len(seq_lens), width)
         shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
-        keys = jax.random.split(jax.random.key(0))
         starts = np.concatenate([[0], np.cumsum(num_queries)]).astype(np.int32)
         num_decodes = next((i for i, count in enumerate(num_queries) if count != 1), len(num_queries))
         return cls(
-            q=jax.random.normal(keys[0], (int(starts[-1]), num_kv_heads * group, head_dim), jnp.bfloat16),
-            kv_cache=jax.random.normal(keys[1], shape, jnp.bfloat16),
+            q=_normal(0, (int(starts[-1]), num_kv_heads * group, head_dim)),
+            kv_cache=_normal(1, shape),
             block_tables=jnp.asarray(tables),
             seq_lens=jnp.asarray(seq_lens, jnp.int32),
             query_start_loc=jnp.asarray(starts),
@@ -104,3 +104,10 @@ class AttentionCase:
                 weights = np.exp(logits - logits.max(axis=1, keepdims=True))
                 out[token] = np.einsum("hn,nhd->hd", weights / weights.sum(axis=1, keepdims=True), v[first : last + 1])
         return out
+
+
+def _normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    """Normal values in bfloat16. Few of them come from the host: compiling a program for each shape takes longer."""
+    if math.prod(shape) < 2**20:
+        return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
