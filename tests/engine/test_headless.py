@@ -34,7 +34,7 @@ from jaxllm.engine.headless import headless_ranks, run_headless
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 ROOT = Path(__file__).parents[2]
 PARAMS = SamplingParams(max_tokens=30)
