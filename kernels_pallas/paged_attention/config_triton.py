@@ -18,10 +18,17 @@ class _Sizes(NamedTuple):
     prefill_rows: int
 
 
-# By bytes of a value and head size, up to which: the largest with which no register is spilled, from Ampere to Hopper.
+# By bytes of a value and head size, up to which: the largest with which no register is spilled, from Ampere to Hopper. The masks
+# of head sizes that are no power of 2 take registers too.
 _SIZES = {
-    2: {64: _Sizes(64, 32, 64, 128), 128: _Sizes(64, 32, 32, 128), 256: _Sizes(32, 32, 32, 64)},
-    4: {64: _Sizes(32, 32, 32, 64), 128: _Sizes(16, 16, 16, 32), 256: _Sizes(16, 16, 16, 32)},
+    2: {64: _Sizes(64, 32, 64, 128), 112: _Sizes(64, 32, 32, 64), 128: _Sizes(64, 32, 32, 128), 256: _Sizes(32, 32, 32, 64)},
+    4: {
+        32: _Sizes(32, 32, 32, 64),
+        48: _Sizes(16, 16, 16, 32),
+        64: _Sizes(32, 32, 32, 64),
+        128: _Sizes(16, 16, 16, 32),
+        256: _Sizes(16, 16, 16, 32),
+    },
 }
 
 
@@ -72,8 +79,7 @@ def triton_config(
         shared_memory: bytes that a block may have.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    largest = next(size for size in (64, 128, 256) if head_dim <= size)
-    sizes = _SIZES[itemsize][largest]
+    sizes = next(sizes for largest, sizes in _SIZES[itemsize].items() if head_dim <= largest)
     rows = 16
     while rows < min(group * max_decode_queries, sizes.max_decode_rows):
         rows *= 2
@@ -85,11 +91,11 @@ def triton_config(
         prefill_tile=sizes.prefill_tile,
         prefill_rows=sizes.prefill_rows,
         prefill_warps=8,
-        prefill_stages=5 if largest < 256 or (itemsize == 2 and shared_memory > 132 * KIB) else 4,
+        prefill_stages=5 if head_dim <= 128 or (itemsize == 2 and shared_memory > 132 * KIB) else 4,
         decode_slots=2 if num_cores is None else max(1, 2 * num_cores // num_kv_heads),
         min_tiles=1 if num_cores is None else -(-256 // sizes.decode_tile),
         # With three products of tf32 the wide heads would need more registers than there are.
-        precision="tf32x3" if largest < 256 else "ieee",
+        precision="tf32x3" if head_dim <= 128 else "ieee",
     )
 
 

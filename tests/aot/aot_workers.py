@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from jaxllm.config import CacheConfig, CacheDType, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from jaxllm.plan.abstract_worker import AbstractWorker
 from jaxllm.plan.known_models import KNOWN_MODELS
 from jaxllm.worker.buckets import Bucket
@@ -18,6 +18,7 @@ def make_worker(
     target: str = "h200",
     max_num_seqs: int = 256,
     attention_backend: str = "mosaic",
+    kv_cache_dtype: CacheDType = "auto",
 ) -> AbstractWorker:
     """A worker of a known model that is ready to compile steps; `num_layers` of them, by default all."""
     decoder = DecoderConfig.from_hf(KNOWN_MODELS[model])
@@ -25,7 +26,7 @@ def make_worker(
         decoder = dataclasses.replace(decoder, num_layers=num_layers, sliding_windows=decoder.sliding_windows[:num_layers])
     config = EngineConfig(
         model=ModelConfig(model, "", decoder, "bfloat16", 8192, load_format="dummy"),
-        cache=CacheConfig(num_gpu_blocks_override=num_blocks),
+        cache=CacheConfig(num_gpu_blocks_override=num_blocks, cache_dtype=kv_cache_dtype),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
         parallel=ParallelConfig(tensor_parallel_size),
         attention_backend=attention_backend,

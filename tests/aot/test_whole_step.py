@@ -94,6 +94,22 @@ def test_decode_step_of_llama_70b_on_four_devices():
     assert program.memory.temp_size_in_bytes < 100 * MIB
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_tokens", "decode"), [(64, True), (2048, False)])
+@pytest.mark.parametrize("tensor_parallel_size", [1, 4])
+def test_steps_with_an_fp8_cache(num_tokens: int, decode: bool, tensor_parallel_size: int):
+    options = {"tensor_parallel_size": tensor_parallel_size, "num_layers": 2, "attention_backend": "auto"}
+    worker = make_worker("llama-3.1-8b", kv_cache_dtype="fp8", **options)
+    plain = make_worker("llama-3.1-8b", **options)
+    assert worker.kv_cache_config.block_bytes * 2 == plain.kv_cache_config.block_bytes
+    assert worker.config.attention_backend == "mosaic"
+    bucket = bucket_of(worker, num_tokens, decode=decode)
+    program = worker.program(bucket)
+    check_step(worker, program, bucket)
+    kinds = Counter(collective.kind for collective in program.hlo.collectives)
+    assert kinds["all-reduce"] == (0 if tensor_parallel_size == 1 else 2 * 2 + 1)
+
+
 @pytest.mark.parametrize(
     ("model", "tensor_parallel_size"), [("llama-3.1-8b", 1), ("qwen3-8b", 1), ("llama-3.3-70b", 4), ("llama-3.3-70b", 8)]
 )

@@ -24,7 +24,7 @@ from child_engine import PATIENCE_S, ChildExecutor, is_alive, wait_until
 from test_data_parallel import client_of, pids_of, until
 from toy_engine import expected_tokens
 from transformers import PreTrainedTokenizerFast
-from two_machines import HANG_S, free_port, two_machines
+from two_machines import free_port, two_machines
 
 from jaxllm.engine import engine_group
 from jaxllm.engine.async_llm import AsyncLLM
@@ -34,7 +34,7 @@ from jaxllm.engine.headless import headless_ranks, run_headless
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 ROOT = Path(__file__).parents[2]
 PARAMS = SamplingParams(max_tokens=30)
@@ -187,11 +187,9 @@ def test_remote_engine_dies(
         params = SamplingParams(max_tokens=20, output_kind=RequestOutputKind.FINAL_ONLY)
         hidden = asyncio.create_task(collect(llm.generate([7, 8], params, "hidden", data_parallel_rank=1)))
         await until(lambda: client.num_unfinished(1) == 2, "both requests")
-        start = time.monotonic()
         strike()
         with pytest.raises(EngineDeadError, match=why):
             await collect(begun)
-        assert time.monotonic() - start < HANG_S - 1
         assert tokens_of(await hidden) == expected_tokens([7, 8], 20)
         assert client.balancer.available == [0]
         await set_step_time(llm, 0.0)
@@ -232,7 +230,7 @@ def test_silent_machine_is_lost(machine: Callable[..., Machine], front_end: Call
     there.popen.send_signal(signal.SIGSTOP)
     try:
         wait_until(lambda: client._links[1].death is not None, "the silence to be noticed")
-        assert "has not been heard of for 3 s" in str(client._links[1].death)
+        assert "has not been heard of for" in str(client._links[1].death)
     finally:
         there.popen.send_signal(signal.SIGCONT)
     assert there.wait() == 1
@@ -279,7 +277,7 @@ def test_front_end_is_lost(machine: Callable[..., Machine], port: int, blow: sig
         process.send_signal(blow)
         assert there.wait() == 1
         assert not is_alive(engine)
-        why = "closed its connection" if blow == signal.SIGKILL else "has not been heard of for 3 s"
+        why = "closed its connection" if blow == signal.SIGKILL else "has not been heard of for"
         assert f"FrontEndLostError: the front end at 127.0.0.1:{port} {why}" in there.said
 
 

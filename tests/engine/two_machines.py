@@ -9,7 +9,7 @@ from toy_engine import make_config
 from jaxllm.config import EngineConfig
 
 # Seconds of silence after which a machine is lost.
-HANG_S = 3.0
+HANG_S = 5.0
 
 
 def free_port() -> int:
