@@ -68,8 +68,8 @@ def test_any_number_is_rounded_to_within_a_sixteenth(value, scale):
     assert abs(stored - expected) <= max(abs(expected) / 16, scale * 2.0**-10) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 64])
-def test_a_donated_cache_is_written_in_place(num_tokens):
+def test_a_donated_cache_is_written_in_place():
+    num_tokens = 64
     cache = jax.ShapeDtypeStruct((400, 2, 3, 16, 64), jnp.uint8)
     new = jax.ShapeDtypeStruct((num_tokens, 3, 64), jnp.float32)
     scale, slots = jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
