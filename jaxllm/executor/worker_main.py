@@ -59,6 +59,8 @@ class WorkerMain:
     log_level: int
 
     def __call__(self, link: socket.socket) -> None:
+        # What libraries print is nothing that the command's own output may have in it.
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         faulthandler.enable()
         logging.basicConfig(level=self.log_level, format=LOG_FORMAT.format(self.place.rank))
         threading.Thread(target=self._end_with_parent, args=(link,), daemon=True, name="parent-watch").start()
