@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import ray
 from async_streams import collect, set_step_time, stream, tokens_of
-from child_engine import ChildExecutor, is_alive
+from child_engine import ChildExecutor, is_alive, wait_until
 from ray.cluster_utils import Cluster
 from toy_engine import expected_tokens, make_config
 
@@ -123,7 +123,8 @@ def main() -> None:
             pids = client_of(llm).pids
         finally:
             llm.shutdown()
-        seen["alive_after"] = [is_alive(pid) for pid in pids]
+        # Ray ends an actor's process a moment after the actor.
+        wait_until(lambda: not any(is_alive(pid) for pid in pids), "the end of the actors' processes")
     finally:
         ray.shutdown()
         cluster.shutdown()
