@@ -2,6 +2,7 @@
 
 import logging
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ class UniProcExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._worker: Worker | None = Worker(config)
+        # Threads that compile would keep an engine alive that nobody holds any more.
+        self._finalizer = weakref.finalize(self, self._worker.give_up_compilation)
+        self._finalizer.atexit = False
 
     @property
     def worker(self) -> Worker:
@@ -79,4 +83,5 @@ class UniProcExecutor(Executor):
     def shutdown(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
+            self._finalizer.detach()
             worker.shutdown()

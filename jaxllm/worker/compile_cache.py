@@ -4,8 +4,9 @@ import logging
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,25 +111,49 @@ class BackgroundCompiler:
     """
 
     def __init__(self, jobs: Sequence[tuple[str, Callable[[], Any]]], workers: int) -> None:
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="compile", initializer=_lower_priority)
-        self._jobs = [self._pool.submit(self._run, *job) for job in jobs]
-
-    @staticmethod
-    def _run(name: str, function: Callable[[], Any]) -> None:
-        try:
-            function()
-        except Exception:
-            logger.exception("%s could not be compiled; a larger step takes its place", name)
-            raise
+        self._results: list[Future[None]] = [Future() for _ in jobs]
+        self._waiting = deque((*job, result) for job, result in zip(jobs, self._results, strict=True))
+        self._threads = [threading.Thread(target=_work, args=(self._waiting,), name=f"compile_{i}") for i in range(workers)]
+        for thread in self._threads:
+            thread.start()
 
     def wait(self) -> None:
         """Return when all programs are made. Raises what the first that failed has raised."""
-        for job in self._jobs:
-            job.result()
+        for result in self._results:
+            result.result()
+
+    def give_up(self) -> None:
+        """Make no further program. Does not wait for one that is being compiled: XLA cannot be stopped."""
+        self._waiting.clear()
+        for result in self._results:
+            result.cancel()
 
     def close(self) -> None:
-        """Make no further program. One that is being compiled is waited for: XLA cannot be stopped."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Make no further program, and wait for one that is being compiled."""
+        self.give_up()
+        for thread in self._threads:
+            thread.join()
+
+
+def _work(waiting: deque[tuple[str, Callable[[], Any], Future[None]]]) -> None:
+    """A thread of a BackgroundCompiler, of which it holds nothing but this. An interpreter that ends waits for what has begun,
+    and no longer: a pool of threads would first do all that is waiting."""
+    _lower_priority()
+    while threading.main_thread().is_alive():
+        try:
+            name, function, result = waiting.popleft()
+        except IndexError:
+            return
+        if not result.set_running_or_notify_cancel():
+            continue
+        try:
+            function()
+        except Exception as error:
+            logger.exception("%s could not be compiled; a larger step takes its place", name)
+            result.set_exception(error)
+        else:
+            result.set_result(None)
+        del function
 
 
 def _lower_priority() -> None:

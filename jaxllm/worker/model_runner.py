@@ -249,6 +249,11 @@ class ModelRunner:
             self._background.wait()
         self._take_in_compiled()
 
+    def give_up_compilation(self) -> None:
+        """Begin no further compilation in the background. Does not wait."""
+        if self._background is not None:
+            self._background.give_up()
+
     def _compiled_buckets(self) -> list[Bucket]:
         return list(self.programs)
 

@@ -260,6 +260,11 @@ class Worker:
         """Wait until every bucket is compiled: from then on the shapes of steps do not depend on time."""
         self.runner.finish_compilation()
 
+    def give_up_compilation(self) -> None:
+        """Begin no further compilation in the background. Does not wait."""
+        if self.runner is not None:
+            self.runner.give_up_compilation()
+
     def built_for(self) -> dict[str, str]:
         """All that the compiled programs depend on, by name."""
         return self.runner.facts()

@@ -1,7 +1,13 @@
 """Steps run while the smaller ones are still being compiled."""
 
+import gc
 import json
+import os
+import subprocess
+import sys
 import threading
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -30,6 +36,12 @@ def start(folder: Path, **kwargs) -> LLM:
         str(folder), load_format="dummy", skip_tokenizer_init=True, use_tqdm_on_load=False, max_num_seqs=4, block_size=4,
         max_num_batched_tokens=8, num_gpu_blocks_override=64, compile_sizes=[], compilation_cache_dir="", **kwargs,
     )  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """In which another Python finds jaxllm and this module."""
+    here = Path(__file__).parent
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (here.parents[1], here)))}
 
 
 def answer(llm: LLM) -> list[int]:
@@ -121,3 +133,56 @@ def test_a_shutdown_does_not_wait_for_what_has_not_begun(tmp_path: Path, monkeyp
     threading.Timer(0.2, go_on.set).start()
     llm.shutdown()
     assert begun in ([], ["decode 1"])
+
+
+def test_an_engine_that_nobody_holds_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, lower = [], threading.Event(), ModelRunner._lower
+
+    def slow(self, bucket, name):
+        if bucket not in self.buckets.largest:
+            begun.append(str(bucket))
+            assert go_on.wait(60)
+        return lower(self, bucket, name)
+
+    monkeypatch.setattr(ModelRunner, "_lower", slow)
+    llm = start(tmp_path)
+    runner = weakref.ref(runner_of(llm))
+    del llm
+    gc.collect()
+    go_on.set()
+    deadline = time.monotonic() + 60
+    while runner() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        gc.collect()
+    assert begun in ([], ["decode 1"])
+
+
+SCRIPT = """
+import sys
+import threading
+import time
+from pathlib import Path
+
+from test_background_compilation import ModelRunner, start
+
+lower = ModelRunner._lower
+
+
+def slow(self, bucket, name):
+    if bucket not in self.buckets.largest:
+        print(bucket, flush=True)
+        while threading.main_thread().is_alive():
+            time.sleep(0.01)
+    return lower(self, bucket, name)
+
+
+ModelRunner._lower = slow
+llm = start(Path(sys.argv[1]))
+"""
+
+
+def test_the_end_of_a_script_does_not_wait_for_what_has_not_begun(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split("\n") in ([""], ["decode 1", ""]), done.stderr
