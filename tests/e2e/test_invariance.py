@@ -45,7 +45,14 @@ def run(llm: LLM, which=range(NUM_REQUESTS)) -> list[list[int]]:
 
 
 @pytest.fixture(
-    scope="module", params=[(True, 1), (False, 1), (True, 4), (False, 4)], ids=["async", "sync", "async-x4", "sync-x4"]
+    scope="module",
+    params=[
+        pytest.param((True, 1), id="async"),
+        pytest.param((False, 4), id="sync-x4"),
+        # tests/engine/test_async_scheduling.py and test_several_decodes.py compare these too, with less.
+        pytest.param((False, 1), id="sync", marks=pytest.mark.slow),
+        pytest.param((True, 4), id="async-x4", marks=pytest.mark.slow),
+    ],
 )
 def make(request, make_tiny):
     """Make engines, with asynchronous scheduling and without, of one token a dispatch and of several."""
