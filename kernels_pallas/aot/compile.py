@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from kernels_pallas.aot.hlo import Hlo
@@ -87,7 +88,7 @@ def compile_for_device(
     Raises:
         RuntimeError: if the program does not compile.
     """
-    with tempfile.TemporaryDirectory(prefix="jaxllm-aot-") as folder:
+    with _without_cache(), tempfile.TemporaryDirectory(prefix="jaxllm-aot-") as folder:
         dump = {"xla_dump_to": folder, **({"xla_dump_emitter_re": "ptx"} if kernels else {})}
         start = time.monotonic()
         if kernels:
@@ -105,6 +106,40 @@ def compile_for_device(
         if kernels:
             resources = (*mosaic_resources(Path(folder)), *triton_resources(text), *ptx_resources(Path(folder)))
         return Program(compiled, Hlo(text), Thunks(listings[-1].read_text()), seconds, resources)
+
+
+class _Uncached:
+    """How many threads compile without the persistent cache, and the folder that it had before the first of them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.depth = 0
+        self.folder: str | None = None
+
+
+_uncached = _Uncached()
+
+
+@contextmanager
+def _without_cache() -> Iterator[None]:
+    """jax would keep the program, and fail to load it the next time, since there is no device."""
+    with _uncached.lock:
+        if _uncached.depth == 0:
+            _uncached.folder = jax.config.jax_compilation_cache_dir
+            _set_cache_folder(None)
+        _uncached.depth += 1
+    try:
+        yield
+    finally:
+        with _uncached.lock:
+            _uncached.depth -= 1
+            if _uncached.depth == 0:
+                _set_cache_folder(_uncached.folder)
+
+
+def _set_cache_folder(folder: str | None) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
+    reset_cache()
 
 
 @contextmanager

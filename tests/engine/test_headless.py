@@ -190,8 +190,8 @@ def test_remote_engine_dies(
         strike()
         with pytest.raises(EngineDeadError, match=why):
             await collect(begun)
-        assert tokens_of(await hidden) == expected_tokens([7, 8], 20)
         assert client.balancer.available == [0]
+        assert tokens_of(await hidden) == expected_tokens([7, 8], 20)
         await set_step_time(llm, 0.0)
 
     async def main() -> None:

@@ -2,11 +2,23 @@
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernels_pallas.aot import TARGETS, Hlo, Thunks
+from kernels_pallas.aot import TARGETS, Hlo, Thunks, compile_for_device, devices, lowering_on
 from kernels_pallas.aot.hlo import shape_bytes
 from kernels_pallas.aot.kernels import KernelResources, mosaic_resources, parse_ptxas
+
+# With these jax keeps every program. None stands for a folder.
+CACHE_SETTINGS = {
+    "jax_compilation_cache_dir": None,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_min_compile_time_secs": 0,
+}
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
@@ -150,3 +162,22 @@ def test_a_description_names_its_device(name: str):
     assert target.device_kind in text
     assert text.count("{") == text.count("}")
     assert ("ACCELERATED_FEATURES" in text) == (target.compute_capability[0] >= 9)
+
+
+@pytest.mark.aot
+def test_programs_are_not_kept_and_can_be_compiled_again(tmp_path):
+    before = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
+    try:
+        for name, value in CACHE_SETTINGS.items():
+            jax.config.update(name, str(tmp_path) if value is None else value)
+        mesh = Mesh(np.asarray(devices(TARGETS["h200"])), ("one",))
+        x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+        for _ in range(2):
+            with lowering_on(mesh):
+                assert compile_for_device(jax.jit(lambda x: x @ x + 1).lower(x)).seconds > 0
+        assert list(tmp_path.iterdir()) == []
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        reset_cache()
