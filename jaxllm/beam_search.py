@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jaxllm.config import ModelConfig, check_at_least
+from jaxllm.checks import check_at_least
+from jaxllm.config import ModelConfig
 from jaxllm.engine.input_processor import Prompt, TokensPrompt
 from jaxllm.outputs import LogprobsOnePosition, RequestOutput
 from jaxllm.sampling_params import SamplingParams

@@ -20,6 +20,8 @@ LAYERS = [
     {"core"},
     {"outputs"},
     {"config", "sampling_params", "cuda", "trace"},
+    {"parallel_config"},
+    {"checks"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Front ends check requests against what the device rows can hold, and stand on the same level as beam search.
@@ -33,7 +35,7 @@ ALLOWED = {
     ("serve", "beam_search"),
     ("cli", "serve"),
 }
-PURE = ("core", "config", "sampling_params", "outputs", "trace")
+PURE = ("core", "config", "parallel_config", "checks", "sampling_params", "outputs", "trace")
 THIRD_PARTY_HOMES = {
     "transformers": {"weights", "tokenizer", "multimodal"},
     "flax": {"layers", "models", "worker"},

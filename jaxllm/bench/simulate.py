@@ -14,7 +14,8 @@ from jaxllm.bench.sim.models import MODELS, model_shape
 from jaxllm.bench.sim.result import death_table, engine_table, summarize
 from jaxllm.bench.sim.step_time import DEVICES, Roofline, StepTable, num_kv_blocks
 from jaxllm.bench.sim.workload import Workload, load_trace, sample, write_trace
-from jaxllm.config import CacheConfig, SchedulerConfig, check_at_least
+from jaxllm.checks import check_at_least
+from jaxllm.config import CacheConfig, SchedulerConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, KVCacheSpec, make_kv_cache_groups
 from jaxllm.engine.cli_args import human_int
 from jaxllm.worker.buckets import Buckets

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from jaxllm.config import check_at_least
+from jaxllm.checks import check_at_least
 from jaxllm.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from jaxllm.core.kv_events import KVEventLog
 

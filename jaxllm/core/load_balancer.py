@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxllm.config import check_at_least
+from jaxllm.checks import check_at_least
 
 # A waiting request says more of an engine than a running one: it waits because there is no room.
 WAITING_WEIGHT = 4

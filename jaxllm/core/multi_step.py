@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from jaxllm.core.kv_cache_manager import KVCacheManager
 from jaxllm.core.request import Request
+from jaxllm.core.scheduled_step import ScheduledStep
 
 
 def decode_counts(requests: Sequence[Request], max_steps: int, max_model_len: int, manager: KVCacheManager) -> list[int]:
@@ -34,3 +35,23 @@ def decode_counts(requests: Sequence[Request], max_steps: int, max_model_len: in
             return counts
         num_steps //= 2
     return []
+
+
+def extend_decodes(step: ScheduledStep, max_steps: int, max_model_len: int, manager: KVCacheManager) -> None:
+    """Let a step of nothing but decodes, of one token each so far, go on for several tokens a request, with blocks for them.
+
+    Args:
+        max_steps, max_model_len: as for `decode_counts`.
+    """
+    counts = decode_counts(step.running, max_steps, max_model_len, manager)
+    step.num_decode_steps = max(counts, default=1)
+    for request, num_tokens in zip(step.running, counts, strict=False):
+        request_id = request.request_id
+        block_ids = manager.allocate_slots(request, num_tokens)
+        assert block_ids is not None, f"no blocks for {num_tokens} tokens of request {request_id!r}, which were counted"
+        if block_ids:
+            first = step.new_block_ids.get(request_id)
+            both = block_ids if first is None else tuple(a + b for a, b in zip(first, block_ids, strict=True))
+            step.new_block_ids[request_id] = both
+        step.token_budget -= num_tokens - step.num_scheduled_tokens[request_id]
+        step.num_scheduled_tokens[request_id] = num_tokens

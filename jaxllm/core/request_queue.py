@@ -5,7 +5,8 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from jaxllm.config import SchedulingPolicy, check_choice
+from jaxllm.checks import check_choice
+from jaxllm.config import SchedulingPolicy
 from jaxllm.core.request import Request
 
 

@@ -10,7 +10,7 @@ from jaxllm.config import CacheConfig, SchedulerConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig
 from jaxllm.core.kv_cache_manager import KVCacheManager
 from jaxllm.core.kv_cache_utils import BlockHasher
-from jaxllm.core.multi_step import decode_counts
+from jaxllm.core.multi_step import extend_decodes
 from jaxllm.core.output import CachedRequestData, LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxllm.core.request import Request, RequestStatus
 from jaxllm.core.request_queue import create_request_queue
@@ -232,18 +232,7 @@ class Scheduler:
         """Let a step of nothing but decodes go on for several tokens a request, unless somebody waits: it would wait longer."""
         if self.waiting or step.admitted or step.preempted_req_ids or step.spec_decode_tokens:
             return
-        counts = decode_counts(step.running, self.max_decode_steps, self.max_model_len, self.kv_cache_manager)
-        step.num_decode_steps = max(counts, default=1)
-        for request, num_tokens in zip(step.running, counts, strict=False):
-            request_id = request.request_id
-            block_ids = self.kv_cache_manager.allocate_slots(request, num_tokens)
-            assert block_ids is not None, f"no blocks for {num_tokens} tokens of request {request_id!r}, which were counted"
-            if block_ids:
-                first = step.new_block_ids.get(request_id)
-                both = block_ids if first is None else tuple(a + b for a, b in zip(first, block_ids, strict=True))
-                step.new_block_ids[request_id] = both
-            step.token_budget -= num_tokens - step.num_scheduled_tokens[request_id]
-            step.num_scheduled_tokens[request_id] = num_tokens
+        extend_decodes(step, self.max_decode_steps, self.max_model_len, self.kv_cache_manager)
 
     def _make_output(self, step: ScheduledStep) -> SchedulerOutput:
         req_ids = [request.request_id for request in step.running]

@@ -11,7 +11,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxllm.config import EngineConfig, check_at_least
+from jaxllm.checks import check_at_least
+from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_utils import BlockHasher
 from jaxllm.core.kv_events import PrefixIndex
 from jaxllm.core.load_balancer import LoadBalancer

@@ -11,20 +11,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxllm.config import (
-    CacheConfig,
-    DecoderConfig,
-    EngineConfig,
-    LoadFormat,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    check_at_least,
-    check_choice,
-    has_fp8_kv_cache,
-)
+from jaxllm.checks import check_at_least, check_choice
+from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, LoadFormat, ModelConfig, SchedulerConfig, has_fp8_kv_cache
 from jaxllm.cuda import cuda_is_usable
 from jaxllm.engine.data_parallel_args import local_engines
+from jaxllm.parallel_config import ParallelConfig
 from jaxllm.weights.source import ModelSource, resolve_model
 
 if TYPE_CHECKING:

@@ -23,10 +23,11 @@ from typing import Any
 import msgspec
 import zmq
 
-from jaxllm.config import EngineConfig, ParallelConfig
+from jaxllm.config import EngineConfig
 from jaxllm.executor.shm_queue import Frames
 from jaxllm.executor.worker_group import WorkerGoneError, WorkerGroup
 from jaxllm.executor.worker_main import MakeWorker, make_worker
+from jaxllm.parallel_config import ParallelConfig
 from jaxllm.worker.place import WorkerPlace
 
 logger = logging.getLogger(__name__)

@@ -147,7 +147,7 @@ def _ring_bell(link: socket.socket) -> bool:
     try:
         link.send(b"\0")
     except BlockingIOError:
-        pass  # it has bells enough
+        return True  # it has bells enough
     except OSError:
         return False
     return True

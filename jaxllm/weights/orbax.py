@@ -23,7 +23,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxllm.config import DType, check_choice
+from jaxllm.checks import check_choice
+from jaxllm.config import DType
 from jaxllm.layers.spec import ParamSpec, Part
 from jaxllm.weights.layout import Layout
 from jaxllm.weights.reader import FLOAT_TYPES, aligned_empty, copy_cast, dtype_of, float16_overflow, open_reader

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from jaxllm.config import CacheConfig, CacheDType, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from jaxllm.config import CacheConfig, CacheDType, DecoderConfig, EngineConfig, ModelConfig, SchedulerConfig
+from jaxllm.parallel_config import ParallelConfig
 from jaxllm.plan.abstract_worker import AbstractWorker
 from jaxllm.plan.known_models import KNOWN_MODELS
 from jaxllm.worker.buckets import Bucket

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from toy_engine import make_config
 
-from jaxllm.config import ParallelConfig
 from jaxllm.engine import engine_devices
 from jaxllm.engine.data_parallel_args import local_engines
 from jaxllm.engine.engine_devices import engine_environment
+from jaxllm.parallel_config import ParallelConfig
 
 NAMES = ("size", "rank", "size_local", "start_rank", "hybrid_lb", "external_lb")
 DEFAULTS: dict[str, Any] = dict(zip(NAMES, (8, None, None, None, False, False), strict=True))

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
+from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from jaxllm.core.output import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.executor.abstract import Executor
+from jaxllm.parallel_config import ParallelConfig
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

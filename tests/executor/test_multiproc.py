@@ -16,7 +16,7 @@ from child_engine import is_alive, wait_until
 from toy_engine import expected_tokens, make_config
 from toy_worker import RefusingExecutor, ToyMultiProcExecutor
 
-from jaxllm.config import EngineConfig, ParallelConfig
+from jaxllm.config import EngineConfig
 from jaxllm.core.types import EngineCoreRequest
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.errors import EngineDeadError
@@ -25,6 +25,7 @@ from jaxllm.executor.abstract import Executor
 from jaxllm.executor.multiproc import MultiProcExecutor
 from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.executor.worker_group import WorkerGoneError
+from jaxllm.parallel_config import ParallelConfig
 from jaxllm.sampling_params import SamplingParams
 
 TESTS = Path(__file__).parents[1]

@@ -19,11 +19,12 @@ from test_multiproc import MOST_S, PROMPTS, ask, children, mp_config, run, run_u
 from toy_engine import expected_tokens
 from toy_worker import ToyMultiProcExecutor, ToyWorker
 
-from jaxllm.config import EngineConfig, ParallelConfig
+from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.engine_args import EngineArgs
 from jaxllm.executor.nodes import run_node
 from jaxllm.executor.worker_group import WorkerGoneError
+from jaxllm.parallel_config import ParallelConfig
 
 TESTS = Path(__file__).parents[1]
 _NODE = """

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from jaxllm.config import CacheConfig, DecoderConfig, EngineConfig, ModelConfig, SchedulerConfig
 from jaxllm.models.graph import build_model_graph
+from jaxllm.parallel_config import ParallelConfig
 from jaxllm.plan.known_models import KNOWN_MODELS
 from jaxllm.plan.roofline import Roofline
 from kernels_pallas.aot import TARGETS
