@@ -6,30 +6,17 @@ from typing import Any
 
 import jax
 import pytest
+from tiny_configs import LAYER_1
 
 from jaxllm import LLM, EngineArgs, SamplingParams
 from jaxllm.build import build, main
 from jaxllm.worker.model_runner import ModelRunner
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 2,
-}
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(LAYER_1))
     return str(folder)
 
 

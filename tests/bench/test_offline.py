@@ -6,32 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_configs import LAYER_1
 
 from jaxllm.bench import startup
 from jaxllm.bench.cli import main
 from jaxllm.bench.offline import latency_result
 from jaxllm.bench.startup import PHASES, engine_flags, start_once, startup_table
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 2,
-}
-
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> list[str]:
     """Flags of an engine that is quickly compiled."""
     folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(LAYER_1))
     assert pytestconfig.cache is not None
     return [
         *("--model", str(folder), "--load-format", "dummy", "--skip-tokenizer-init", "--no-use-tqdm-on-load"),

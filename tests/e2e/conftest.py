@@ -6,22 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_configs import LAYERS_2
 
 from jaxllm import LLM
-
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 2,
-}
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +22,7 @@ def compiled(pytestconfig: pytest.Config) -> str:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(LAYERS_2))
     return str(folder)
 
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tiny_configs import LAYERS_2
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.config import DecoderConfig
@@ -12,19 +13,6 @@ from jaxllm.layers.spec import ScalePart
 from jaxllm.models.decoder import Decoder
 
 PROMPTS = [list(range(3, 40)), [7, 8, 9], [*range(3, 30), 50, 60]]
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 2,
-}
 K_SCALE, V_SCALE = 0.02, 0.004
 
 
@@ -34,7 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("scaled")
     rng = np.random.default_rng(0)
     tensors = {}
-    for spec in Decoder.param_specs(DecoderConfig.from_hf(TINY), "float32", fp8_cache=True):
+    for spec in Decoder.param_specs(DecoderConfig.from_hf(LAYERS_2), "float32", fp8_cache=True):
         for part in spec.parts:
             if isinstance(part, ScalePart):
                 name = part.other_names[0] if part.name.startswith("model.layers.1.") else part.name
@@ -48,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
                 elif "o_proj" in part.name:
                     tensors[part.name] *= np.float32(500)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(LAYERS_2))
     return str(folder)
 
 
@@ -110,7 +98,7 @@ def test_without_the_scales_nothing_of_the_values_is_left(checkpoint, compiled, 
 
     tensors = {name: value for name, value in load_file(f"{checkpoint}/model.safetensors").items() if "scale" not in name}
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "config.json").write_text(json.dumps(LAYERS_2))
     outputs = []
     for folder in (checkpoint, str(tmp_path)):
         llm = make(folder, compiled, kv_cache_dtype="fp8_e4m3")

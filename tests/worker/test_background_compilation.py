@@ -11,27 +11,14 @@ import weakref
 from pathlib import Path
 
 import pytest
+from tiny_configs import LAYER_1
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.worker.model_runner import ModelRunner
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 2,
-}
-
 
 def start(folder: Path, **kwargs) -> LLM:
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(LAYER_1))
     return LLM(
         str(folder), load_format="dummy", skip_tokenizer_init=True, use_tqdm_on_load=False, max_num_seqs=4, block_size=4,
         max_num_batched_tokens=8, num_gpu_blocks_override=64, compile_sizes=[], compilation_cache_dir="", **kwargs,
@@ -41,7 +28,7 @@ def start(folder: Path, **kwargs) -> LLM:
 def environment() -> dict[str, str]:
     """In which another Python finds jaxllm and this module."""
     here = Path(__file__).parent
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (here.parents[1], here)))}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (here.parents[1], here.parent, here)))}
 
 
 def answer(llm: LLM) -> list[int]:

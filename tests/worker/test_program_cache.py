@@ -7,24 +7,11 @@ from pathlib import Path
 
 import jax
 import pytest
+from tiny_configs import LAYER_1
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.worker import program_cache
 from jaxllm.worker.program_cache import trim_heap
-
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 2,
-}
 
 
 def test_a_program_that_jax_itself_had_kept_can_be_kept_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +19,7 @@ def test_a_program_that_jax_itself_had_kept_can_be_kept_and_loaded(tmp_path: Pat
 
     The source changes, but not the step: jax would find the step that it kept for the first engine.
     """
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "config.json").write_text(json.dumps(LAYER_1))
 
     def answer() -> list[int]:
         jax.clear_caches()  # as in another process
