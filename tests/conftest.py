@@ -3,16 +3,15 @@
 The tests run on the CPU. What they need of a GPU is compiled for a description of one (marker `aot`).
 """
 
-import ctypes
 import gc
 import os
-import sys
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import pytest
 
+from jaxllm.worker.program_cache import trim_heap
 from kernels_pallas.aot import unavailable_reason
 
 
@@ -31,10 +30,7 @@ def release_memory() -> None:
     grow to more than a small machine has.
     """
     gc.collect()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others have none
-        if trim is not None:
-            trim(0)
+    trim_heap()
 
 
 @pytest.fixture(scope="module", autouse=True)

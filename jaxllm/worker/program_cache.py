@@ -30,7 +30,16 @@ CompilerOptions = dict[str, str | bool]
 
 MAX_BYTES = 4 * 2**30
 # Where code lies that a step is traced from.
-_SOURCES = ("jaxllm/config.py", "jaxllm/layers", "jaxllm/models", "jaxllm/sample", "jaxllm/worker", "kernels_pallas", "sharding")
+_SOURCES = (
+    "jaxllm/config.py",
+    "jaxllm/parallel_config.py",
+    "jaxllm/layers",
+    "jaxllm/models",
+    "jaxllm/sample",
+    "jaxllm/worker",
+    "kernels_pallas",
+    "sharding",
+)
 
 
 def step_options(platform: str) -> CompilerOptions | None:
