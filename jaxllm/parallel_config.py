@@ -86,13 +86,6 @@ class ParallelConfig:
             raise ValueError(
                 f"devices_per_worker {self.devices_per_worker} does not divide tensor_parallel_size {self.tensor_parallel_size}"
             )
-        stages, has_parts = self.pipeline_parallel_size, self.devices_per_worker != self.num_devices
-        if self.distributed_executor_backend == "mp" and stages > 2 and has_parts:
-            # The last stage would wait for the first to take its tokens, which waits for the last one's results.
-            raise ValueError(
-                f"pipeline_parallel_size must be at most 2 with distributed_executor_backend 'mp', got {stages}; one process "
-                "drives any number of stages"
-            )
         check_at_least("nnodes", self.nnodes, 1)
         check_at_least("node_rank", self.node_rank, 0)
         check_at_least("master_port", self.master_port, 1)

@@ -81,10 +81,6 @@ def test_unknown_argument_names_the_nearest(model):
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer of at least 1, got 0"),
         ({"pipeline_parallel_size": 99}, "pipeline_parallel_size 99 is greater than the model's [0-9]+ layers"),
         (
-            {"pipeline_parallel_size": 3, "distributed_executor_backend": "mp"},
-            "pipeline_parallel_size must be at most 2 with distributed_executor_backend 'mp', got 3",
-        ),
-        (
             {"pipeline_parallel_size": 4, "devices_per_worker": 2, "distributed_executor_backend": "mp"},
             "devices_per_worker 2 does not divide tensor_parallel_size 1",
         ),

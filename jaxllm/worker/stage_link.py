@@ -1,5 +1,9 @@
 """StageLink: the way from one stage of a pipeline to another, for stages that are in different processes."""
 
+import logging
+import queue
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.worker.program_cache import ProgramCache
 from sharding.rules import sharding_of
+
+logger = logging.getLogger(__name__)
 
 _Kind = tuple[tuple[int, ...], str]  # shape and dtype
 
@@ -18,6 +24,10 @@ class StageLink:
     A program over the devices of both does so: every process of both must start it, `send` in one and `receive` in the other,
     in the same order as all else that the two exchange. In that order they run, also on a CPU, which starts whatever has its
     arguments: each takes what the one before it has counted.
+
+    XLA:CPU runs so small a program in the thread that starts it, which would wait there until the other side has come, and the
+    other side may come only after an answer of this process. So on a CPU a thread of its own sends. On a GPU programs are only
+    put into the devices' queue, whose order the other threads must not disturb.
 
     Args:
         source, target: their meshes, of the same size and with no process in common.
@@ -35,6 +45,9 @@ class StageLink:
         self._count: jax.Array | None = None
         # What this side puts in where it gets something out.
         self._nothing: dict[_Kind, jax.Array] = {}
+        self._sends: queue.SimpleQueue[tuple[_Kind, jax.Array] | None] | None = None
+        self._failure: Exception | None = None
+        self._needs_thread = self._local_devices[0].platform == "cpu"
 
     def compile(self, shape: tuple[int, ...], dtype: str, programs: ProgramCache) -> None:
         """What must be done once before arrays of this kind can be moved; `programs` is that of `mesh`."""
@@ -65,9 +78,34 @@ class StageLink:
         return jax.make_array_from_single_device_arrays((2 * length, *rest), self._sharding, pieces)
 
     def send(self, array: jax.Array) -> None:
-        """In the processes of the source."""
+        """In the processes of the source. Raises what an earlier one has raised where a thread sends."""
+        if self._failure is not None:
+            raise self._failure
         pieces = [shard.data for shard in array.addressable_shards]
-        self._move((array.shape, array.dtype.name), self._join(pieces))
+        kind, both = (array.shape, array.dtype.name), self._join(pieces)
+        if not self._needs_thread:
+            self._move(kind, both)
+            return
+        if self._sends is None:
+            self._sends = queue.SimpleQueue()
+            # A daemon: where the other side has gone, it waits for ever.
+            threading.Thread(target=self._send_all, args=(self._sends,), daemon=True, name="stage-link").start()
+        self._sends.put((kind, both))
+
+    def _send_all(self, sends: queue.SimpleQueue[tuple[_Kind, jax.Array] | None]) -> None:
+        while (send := sends.get()) is not None:
+            try:
+                self._move(*send)
+            except Exception as error:
+                logger.exception("what a stage has computed cannot be sent to the next")
+                self._failure = error
+                return
+            del send
+
+    def close(self) -> None:
+        """Send nothing more."""
+        if self._sends is not None:
+            self._sends.put(None)
 
     def receive(self, shape: tuple[int, ...], dtype: str) -> jax.Array:
         """In the processes of the target; what it gives need not be there yet."""

@@ -116,6 +116,8 @@ class StageRunner(ModelRunner):
 
     def close(self) -> None:
         super().close()
+        for link in self._link_caches:
+            link.close()
         self.block_tables = self._last_tokens = None
         self._to_send.clear()
 

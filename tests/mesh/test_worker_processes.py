@@ -46,6 +46,9 @@ def make_workers(make_tiny: Any, pipeline: int, tensor: int, devices_per_worker:
         slow(2, 2, 2, True),
         slow(2, 2, 2, False),
         slow(2, 4, 2, True),
+        slow(3, 1, 1, True),
+        slow(3, 1, 1, False),
+        slow(3, 2, 2, True),
     ],
 )
 def test_same_tokens(make_tiny, pipeline, tensor, devices_per_worker, asynchronous):
