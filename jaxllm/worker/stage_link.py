@@ -25,9 +25,9 @@ class StageLink:
     in the same order as all else that the two exchange. In that order they run, also on a CPU, which starts whatever has its
     arguments: each takes what the one before it has counted.
 
-    XLA:CPU runs so small a program in the thread that starts it, which would wait there until the other side has come, and the
-    other side may come only after an answer of this process. So on a CPU a thread of its own sends. On a GPU programs are only
-    put into the devices' queue, whose order the other threads must not disturb.
+    XLA:CPU runs so small a program of one device a process in the thread that starts it, which would wait there until the other
+    side has come, and the other side may come only after an answer of this process. So there a thread of its own sends. On a GPU,
+    and with several CPU devices a process, programs are only put into a queue, whose order other threads must not disturb.
 
     Args:
         source, target: their meshes, of the same size and with no process in common.
@@ -47,7 +47,7 @@ class StageLink:
         self._nothing: dict[_Kind, jax.Array] = {}
         self._sends: queue.SimpleQueue[tuple[_Kind, jax.Array] | None] | None = None
         self._failure: Exception | None = None
-        self._needs_thread = self._local_devices[0].platform == "cpu"
+        self._needs_thread = [device.platform for device in self._local_devices] == ["cpu"]
 
     def compile(self, shape: tuple[int, ...], dtype: str, programs: ProgramCache) -> None:
         """What must be done once before arrays of this kind can be moved; `programs` is that of `mesh`."""
