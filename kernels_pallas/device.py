@@ -1,6 +1,9 @@
-"""The GPU that is being lowered for: the one here, or one that is known by name alone."""
+"""The GPU that is being lowered for: the one here, or one that is known by name alone. And the CPU that stands in for one."""
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 
@@ -35,3 +38,26 @@ def shared_memory() -> int:
     """Bytes of shared memory that a block may ask for, by compute capability (CUDA programming guide); the least if unknown."""
     kib = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
     return 1024 * kib.get(compute_capability() or (0, 0), 99)
+
+
+# The kernel's loop and its warpgroups, of which a kernel here has up to three, and some to spare.
+_INTERPRETER_THREADS = 8
+
+
+@contextmanager
+def threads_for_interpreter() -> Iterator[None]:
+    """If jax starts its CPU in this context, it has enough threads for the interpreter, also on a machine of few cores.
+
+    XLA:CPU has one thread a core (NPROC, where it is set), in which parts of an interpreted kernel may run, and wait for
+    barriers there. Where all wait, what they wait for would never run.
+    """
+    given = os.environ.get("NPROC")
+    cores = int(given) if given else len(os.sched_getaffinity(0))
+    os.environ["NPROC"] = str(max(cores, _INTERPRETER_THREADS))
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ["NPROC"]
+        else:
+            os.environ["NPROC"] = given

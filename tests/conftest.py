@@ -5,14 +5,24 @@ The tests run on the CPU. What they need of a GPU is compiled for a description 
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
 import pytest
 
 from jaxllm.worker.program_cache import trim_heap
 from kernels_pallas.aot import unavailable_reason
+from kernels_pallas.device import threads_for_interpreter
+
+with threads_for_interpreter():
+    jax.devices()
+
+# A shell without job control lets what it starts in the background ignore Ctrl-C, which some tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

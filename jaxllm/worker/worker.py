@@ -9,6 +9,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -39,6 +40,7 @@ from jaxllm.worker.row_state import state_bytes
 from jaxllm.worker.stage_runner import StageRunner
 from jaxllm.worker.stages import make_stages
 from jaxllm.worker.step import Weights
+from kernels_pallas.device import threads_for_interpreter
 from kernels_pallas.paged_attention import Call, select_implementation
 from sharding.mesh import make_mesh
 from sharding.rules import sharding_of
@@ -82,7 +84,10 @@ class Worker:
         enable_persistent_cache(self.config.compiled_dir or self.config.compilation_cache_dir)
         stages, tensor = self.config.parallel.pipeline_parallel_size, self.config.parallel.tensor_parallel_size
         size = self.config.parallel.num_devices
-        devices = jax.local_devices() if self.place is None else join_processes(self.place)
+        # A kernel that is named here runs in an interpreter where there is no GPU.
+        interpreted = self.config.attention_backend in ("mosaic", "triton") and not cuda_is_usable()
+        with threads_for_interpreter() if interpreted else nullcontext():
+            devices = jax.local_devices() if self.place is None else join_processes(self.place)
         if len(devices) < size:
             what = f"tensor_parallel_size {tensor}" + (f" with pipeline_parallel_size {stages}" if stages > 1 else "")
             raise ValueError(f"{what} needs {size} devices, found {len(devices)}: {devices}")
