@@ -11,6 +11,7 @@ from collections.abc import Iterator
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import psutil
 import pytest
 
 from jaxllm.worker.program_cache import trim_heap
@@ -33,14 +34,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+_resident_after_release = 0
+
+
 def release_memory() -> None:
     """Free the engines that nobody holds any more, and give their memory back to the system.
 
     An engine's programs and arrays take gigabytes of small pieces, which the C library would keep for itself: the suite would
-    grow to more than a small machine has.
+    grow to more than a small machine has. It takes a second, so it waits until there is something to give back.
     """
+    global _resident_after_release
+    process = psutil.Process()
+    if process.memory_info().rss < _resident_after_release + 200 * 2**20:
+        return
     gc.collect()
     trim_heap()
+    _resident_after_release = process.memory_info().rss
 
 
 @pytest.fixture(scope="module", autouse=True)

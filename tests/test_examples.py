@@ -1,4 +1,4 @@
-"""The examples, run as they are."""
+"""The examples, run as they are, on engines with few and small buckets: compiling and loading others would take minutes."""
 
 import importlib.util
 import re
@@ -6,6 +6,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import jaxllm
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = pytest.mark.usefixtures("memory_is_released")
@@ -16,6 +18,14 @@ def compiled(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> No
     """The examples keep compiled programs where the user's cache is; here, where the other tests keep theirs."""
     assert pytestconfig.cache is not None
     monkeypatch.setenv("XDG_CACHE_HOME", str(pytestconfig.cache.mkdir("home")))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "cudagraph_capture_sizes": [], "compile_sizes": []}
+    for name in ("LLM", "EngineArgs"):
+        made = getattr(jaxllm, name)
+        monkeypatch.setattr(jaxllm, name, lambda *args, made=made, **kwargs: made(*args, **{**kwargs, **few}))
 
 
 def load(name: str) -> ModuleType:
