@@ -52,14 +52,15 @@ def test_decode_step_of_llama_8b():
     assert program.thunks.kinds == ["kCommandBuffer"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 @pytest.mark.parametrize(
     ("model", "size", "decode"),
     [
         ("llama-3.1-8b", 1, True),
-        pytest.param("llama-3.1-8b", 1, False, marks=pytest.mark.slow),
-        pytest.param("llama-3.3-70b", 4, True, marks=pytest.mark.slow),
-        pytest.param("llama-3.3-70b", 4, False, marks=pytest.mark.slow),
+        ("llama-3.1-8b", 1, False),
+        ("llama-3.3-70b", 4, True),
+        ("llama-3.3-70b", 4, False),
     ],
 )
 def test_step_on_an_a100(model: str, size: int, decode: bool):
