@@ -2,6 +2,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-jax12 lint format lock clean
 
+JOBS := 2
 VENV := .venv
 BIN := $(VENV)/bin
 VENV_12 := .venv-jax12
@@ -23,8 +24,8 @@ demo: $(VENV)/.demo ## answer a batch of chat prompts with a real model
 serve: $(VENV)/.demo ## serve the demo model on port 8000; flags in ARGS
 	@exec $(BIN)/python -m jaxllm.serve $(ARGS)
 
-test: $(VENV)/.dev ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.dev ## run the tests, in JOBS processes (2), each of which takes up to 5 GB
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.dev ## run the tests that take minutes too
 	$(BIN)/python -m pytest -m "not multi_gpu" $(ARGS)
