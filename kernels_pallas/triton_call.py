@@ -221,4 +221,4 @@ class _Array:
         return self.array.strides
 
 
-_TRITON_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}
+_TRITON_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "uint8": "u8"}

@@ -27,13 +27,12 @@ def triton_resources(program_text: str) -> list[KernelResources]:
         RuntimeError: if there are such kernels and no assembler.
         subprocess.CalledProcessError: if the assembler refuses one.
     """
-    kernels = {_unescape(match.group(1)) for match in _CALL.finditer(program_text)}
+    kernels = _kernels(program_text)
     ptxas = find_ptxas()
     if kernels and ptxas is None:
         raise RuntimeError("NVIDIA's assembler ptxas was not found: pip install 'jaxllm[aot]'")
 
-    def read(packed: bytes) -> KernelResources:
-        kernel = _fields(_fields(_fields(zlib.decompress(packed))[_CALL_FIELD])[_KERNEL])
+    def read(kernel: dict[int, Any]) -> KernelResources:
         code = kernel[_PTX].decode()
         arch = re.search(r"\.target (sm_\w+)", code).group(1)
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -46,6 +45,17 @@ def triton_resources(program_text: str) -> list[KernelResources]:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return sorted(pool.map(read, kernels), key=lambda kernel: kernel.name)
+
+
+def triton_code(program_text: str) -> list[tuple[str, str]]:
+    """Name and code, in PTX, of each different Triton kernel in a program; the argument as above."""
+    return sorted((kernel[_NAME].decode(), kernel[_PTX].decode()) for kernel in _kernels(program_text))
+
+
+def _kernels(program_text: str) -> list[dict[int, Any]]:
+    """The fields of each different TritonKernel."""
+    calls = {_unescape(match.group(1)) for match in _CALL.finditer(program_text)}
+    return [_fields(_fields(_fields(zlib.decompress(call))[_CALL_FIELD])[_KERNEL]) for call in calls]
 
 
 def _unescape(text: str) -> bytes:

@@ -88,6 +88,7 @@ def _triton_config(call: Call) -> TritonConfig:
         num_kv_heads=call.num_kv_heads,
         head_dim=call.head_dim,
         dtype=jnp.dtype(call.dtype),
+        fp8_cache=is_fp8(jnp.dtype(call.cache_dtype or call.dtype)),
         max_decode_queries=call.max_decode_queries,
         num_cores=None if target_platform() == "cpu" else num_cores(),
         shared_memory=shared_memory(),
@@ -213,6 +214,7 @@ def paged_attention(
             config=_triton_config(call),
             options=options,
             sinks=sinks,
+            scales=scales,
             max_decode_queries=max_decode_queries,
             compute_capability=None if capability is None else 10 * capability[0] + capability[1],
         )

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from kernels_pallas.fp8 import is_fp8
+
 MAX_GROUP = 32
 KIB = 1024
 
@@ -25,10 +27,16 @@ _SIZES = {
     4: {
         32: _Sizes(32, 32, 32, 64),
         48: _Sizes(16, 16, 16, 32),
-        64: _Sizes(32, 32, 32, 64),
+        64: _Sizes(32, 32, 16, 64),
         128: _Sizes(16, 16, 16, 32),
         256: _Sizes(16, 16, 16, 32),
     },
+}
+# The same with a cache of 8-bit numbers, by bytes of a query's value. Its tiles are widened on their way from one place in shared
+# memory to another, and wait there for the threads: the queries are all in registers by then.
+_FP8_SIZES = {
+    2: {**_SIZES[2], 256: _Sizes(32, 32, 32, 32)},
+    4: {head_dim: sizes for head_dim, sizes in _SIZES[4].items() if head_dim <= 128},
 }
 
 
@@ -64,6 +72,7 @@ def triton_config(
     num_kv_heads: int,
     head_dim: int,
     dtype: jnp.dtype,
+    fp8_cache: bool,
     max_decode_queries: int,
     num_cores: int | None,
     shared_memory: int,
@@ -75,11 +84,13 @@ def triton_config(
     that two share a core of an A100, and a prefill block 66 KiB.
 
     Args:
+        dtype: of the queries; the cache's too unless `fp8_cache`.
         num_cores: of the device; None on a CPU, where the kernels are interpreted: few items then.
         shared_memory: bytes that a block may have.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    sizes = next(sizes for largest, sizes in _SIZES[itemsize].items() if head_dim <= largest)
+    table = (_FP8_SIZES if fp8_cache else _SIZES)[itemsize]
+    sizes = next(sizes for largest, sizes in table.items() if head_dim <= largest)
     rows = 16
     while rows < min(group * max_decode_queries, sizes.max_decode_rows):
         rows *= 2
@@ -91,7 +102,7 @@ def triton_config(
         prefill_tile=sizes.prefill_tile,
         prefill_rows=sizes.prefill_rows,
         prefill_warps=8,
-        prefill_stages=5 if head_dim <= 128 or (itemsize == 2 and shared_memory > 132 * KIB) else 4,
+        prefill_stages=5 if head_dim <= 128 or fp8_cache or (itemsize == 2 and shared_memory > 132 * KIB) else 4,
         decode_slots=2 if num_cores is None else max(1, 2 * num_cores // num_kv_heads),
         min_tiles=1 if num_cores is None else -(-256 // sizes.decode_tile),
         # With three products of tf32 the wide heads would need more registers than there are.
@@ -103,10 +114,12 @@ def triton_refusal(*, num_heads: int, num_kv_heads: int, head_dim: int, dtype: j
     """Why the Triton kernels cannot serve such a call, on whatever device; None if they can."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"dtype {jnp.dtype(dtype).name} is not bfloat16, float16 or float32"
-    if jnp.dtype(cache_dtype) != jnp.dtype(dtype):
+    if jnp.dtype(cache_dtype) != jnp.dtype(dtype) and not is_fp8(cache_dtype):
         return f"the KV cache is {jnp.dtype(cache_dtype).name}, not {jnp.dtype(dtype).name} as the queries are"
     if head_dim % 16 or not 16 <= head_dim <= 256:
         return f"head size {head_dim} is not a multiple of 16 up to 256"
+    if is_fp8(cache_dtype) and jnp.dtype(dtype) == jnp.float32 and head_dim > 128:
+        return f"head size {head_dim} is more than 128, with float32 queries and a KV cache of 8-bit numbers"
     group = num_heads // num_kv_heads
     if group > MAX_GROUP:
         return f"{group} query heads share a KV head, more than {MAX_GROUP}"

@@ -10,6 +10,9 @@ Gimelshein, 2018, arXiv 1805.02867), in powers of 2.
 
 Names in capitals are static, and `scale`, `cap` and `window` too: D_PADDED is the next power of 2 of the head size D, B the block
 size, K the KV heads, G the query heads of each. 0 stands for no cap and no window.
+
+With FP8 the cache is uint8, the bits of float8_e4m3fn. Its tiles are widened between load and product, in integers: no GPU before
+Ada converts such numbers. k_scale_ptr and v_scale_ptr are then float32 [K], factors of a KV head's logits and of its results.
 """
 
 import triton
@@ -18,35 +21,70 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 # The largest logit of no logits. Finite, so that differences of two of them are no NaN.
 NO_LOGIT = tl.constexpr(-1e30)
+# float16 has one bit of exponent more than float8_e4m3fn and a bias that is 8 larger: the same bits, in their places there, are
+# the number divided by this, below the normal numbers too. The scales make up for it.
+WIDENED = tl.constexpr(256.0)
+
+
+@triton.jit
+def _halves(words):
+    """uint32 with the bits of a float8_e4m3fn in the upper byte of each half -> with those of a float16 in each half."""
+    rest = (words >> 1) & 0x3F803F80
+    # All bits but the sign are set in NaN alone. There 1 more is a carry, into the bit that a NaN of float16 lacks.
+    return (words & 0x80008000) | rest | ((rest + 0x00800080) & 0x40004000)
+
+
+@triton.jit
+def widen(words, dtype: tl.constexpr):
+    """uint32 [N, W], each the bits of four float8_e4m3fn -> these numbers divided by WIDENED, [N, 4 W], exactly.
+
+    `dtype` is float16, bfloat16 or float32.
+    """
+    even, odd = _halves(words << 8), _halves(words)
+    even = tl.join(even.to(tl.uint16), (even >> 16).to(tl.uint16))
+    odd = tl.join(odd.to(tl.uint16), (odd >> 16).to(tl.uint16))
+    bits = tl.reshape(tl.join(even, odd), [words.shape[0], 4 * words.shape[1]])
+    return bits.to(tl.float16, bitcast=True).to(tl.float32).to(dtype)
 
 
 @triton.jit
 def _attend(
-    acc, best, total, q, kv_ptr, table_ptr, head, tile, length, positions,
-    scale: tl.constexpr, cap: tl.constexpr, window: tl.constexpr, MASKED: tl.constexpr,
+    acc, best, total, q, kv_ptr, table_ptr, head, tile, length, positions, scale,
+    cap: tl.constexpr, window: tl.constexpr, MASKED: tl.constexpr, FP8: tl.constexpr,
     D: tl.constexpr, D_PADDED: tl.constexpr, B: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: weighted sums [M, D_PADDED], largest logits [M] and sums of weights [M], before and after.
 
-    `positions` [M] are those of the queries in the row. Without MASKED all of them see the whole tile.
+    `positions` [M] are those of the queries in the row. Without MASKED all of them see the whole tile. With FP8, kv_ptr points to
+    words of four numbers, and the sums are of values divided by WIDENED; `scale` is that of the products with such keys.
     """
+    W: tl.constexpr = D // 4 if FP8 else D
+    W_PADDED: tl.constexpr = D_PADDED // 4 if FP8 else D_PADDED
     keys = tile * TILE + tl.arange(0, TILE)
-    d = tl.arange(0, D_PADDED)
+    w = tl.arange(0, W_PADDED)
     if MASKED:
         # What lies behind the row's end may be NaN, which a weight of 0 does not undo: it is not loaded.
         inside = keys < length
         block = tl.load(table_ptr + keys // B, mask=inside, other=0)
-        mask = inside[:, None] & (d < D)[None, :] if D != D_PADDED else inside[:, None]
-        k_mask = inside[None, :] & (d < D)[:, None] if D != D_PADDED else inside[None, :]
-        other = 0.0
+        mask = inside[:, None] & (w < W)[None, :] if W != W_PADDED else inside[:, None]
+        k_mask = inside[None, :] & (w < W)[:, None] if W != W_PADDED else inside[None, :]
+        other = 0
     else:
         block = tl.load(table_ptr + keys // B)
-        mask = (d < D)[None, :] if D != D_PADDED else None
-        k_mask = (d < D)[:, None] if D != D_PADDED else None
-        other = 0.0 if D != D_PADDED else None
-    place = (block.to(tl.int64) * (2 * K) + head) * (B * D) + (keys % B) * D
-    # K as [D, TILE]: turned round after the load, it would all have to be in registers at once.
-    k = tl.load(kv_ptr + place[None, :] + d[:, None], mask=k_mask, other=other)
+        mask = (w < W)[None, :] if W != W_PADDED else None
+        k_mask = (w < W)[:, None] if W != W_PADDED else None
+        other = 0 if W != W_PADDED else None
+    place = (block.to(tl.int64) * (2 * K) + head) * (B * W) + (keys % B) * W
+    v_ptr = kv_ptr + K * B * W
+    if FP8:
+        # One thread widens a word, and the numbers go through shared memory to those that multiply them. Single bytes would be
+        # loaded where the product wants them, and each warp of a prefill block would widen all of the tile. Both before the
+        # products: the threads wait for each other once.
+        k = tl.trans(widen(tl.load(kv_ptr + place[:, None] + w[None, :], mask=mask, other=other), q.dtype))
+        v = widen(tl.load(v_ptr + place[:, None] + w[None, :], mask=mask, other=other), q.dtype)
+    else:
+        # K as [D, TILE]: turned round after the load, it would all have to be in registers at once.
+        k = tl.load(kv_ptr + place[None, :] + w[:, None], mask=k_mask, other=other)
     scores = tl.dot(q, k, input_precision=PRECISION)
     if cap != 0.0:
         # cap * tanh(x / cap); exp2 may be 0 or infinite, either is right.
@@ -61,15 +99,16 @@ def _attend(
     new_best = tl.maximum(best, tl.max(scores, 1))
     weights = tl.exp2(scores - new_best[:, None])
     keep = tl.exp2(best - new_best)
-    v = tl.load(kv_ptr + (K * B * D) + place[:, None] + d[None, :], mask=mask, other=other)
+    if not FP8:
+        v = tl.load(v_ptr + place[:, None] + w[None, :], mask=mask, other=other)
     acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
     return acc, new_best, total * keep + tl.sum(weights, 1)
 
 
 @triton.jit
 def decode_kernel(
-    q_ptr, kv_ptr, tables_ptr, lens_ptr, starts_ptr, work_ptr, parts_ptr, lse_ptr, pages,
-    scale: tl.constexpr, cap: tl.constexpr, window: tl.constexpr,
+    q_ptr, kv_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, lens_ptr, starts_ptr, work_ptr, parts_ptr, lse_ptr, pages,
+    scale: tl.constexpr, cap: tl.constexpr, window: tl.constexpr, FP8: tl.constexpr,
     D: tl.constexpr, D_PADDED: tl.constexpr, B: tl.constexpr, K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr,
     M: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -94,17 +133,24 @@ def decode_kernel(
     place = (((first_token + rows // G) * K + head) * G + rows % G) * D
     q = tl.load(q_ptr + place[:, None] + d[None, :], mask=mask, other=0.0)
     positions = length - queries + rows // G
+    logit_scale = scale
+    if FP8:
+        kv_ptr = kv_ptr.to(tl.pointer_type(tl.uint32))
+        logit_scale = scale * WIDENED * tl.load(k_scale_ptr + head)
     acc = tl.zeros([M, D_PADDED], tl.float32)
     best = tl.full([M], NO_LOGIT, tl.float32)
     total = tl.zeros([M], tl.float32)
     for tile in range(first_tile, stop_tile):
         acc, best, total = _attend(
-            acc, best, total, q, kv_ptr, tables_ptr + row * pages, head, tile, length, positions,
-            scale, cap, window, True, D, D_PADDED, B, K, TILE, PRECISION,
+            acc, best, total, q, kv_ptr, tables_ptr + row * pages, head, tile, length, positions, logit_scale,
+            cap, window, True, FP8, D, D_PADDED, B, K, TILE, PRECISION,
         )  # fmt: skip
     safe = tl.where(total > 0.0, total, 1.0)
+    result = acc / safe[:, None]
+    if FP8:
+        result *= WIDENED * tl.load(v_scale_ptr + head)
     place = (item * K + head) * ROWS + rows
-    tl.store(parts_ptr + place[:, None] * D + d[None, :], acc / safe[:, None], mask=mask)
+    tl.store(parts_ptr + place[:, None] * D + d[None, :], result, mask=mask)
     tl.store(lse_ptr + place, tl.where(total > 0.0, best + tl.log2(safe), NO_LOGIT), mask=live)
 
 
@@ -153,8 +199,8 @@ def merge_kernel(
 
 @triton.jit
 def prefill_kernel(
-    q_ptr, kv_ptr, tables_ptr, lens_ptr, starts_ptr, blocks_ptr, sinks_ptr, out_ptr, pages,
-    SINKS: tl.constexpr, scale: tl.constexpr, cap: tl.constexpr, window: tl.constexpr,
+    q_ptr, kv_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, lens_ptr, starts_ptr, blocks_ptr, sinks_ptr, out_ptr, pages,
+    SINKS: tl.constexpr, scale: tl.constexpr, cap: tl.constexpr, window: tl.constexpr, FP8: tl.constexpr,
     D: tl.constexpr, D_PADDED: tl.constexpr, B: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
     M: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -176,6 +222,10 @@ def prefill_kernel(
     mask = live[:, None] & (d < D)[None, :]
     place = (((first_token + query) * K + head) * G + rows % G) * D
     q = tl.load(q_ptr + place[:, None] + d[None, :], mask=mask, other=0.0)
+    logit_scale = scale
+    if FP8:
+        kv_ptr = kv_ptr.to(tl.pointer_type(tl.uint32))
+        logit_scale = scale * WIDENED * tl.load(k_scale_ptr + head)
     acc = tl.zeros([M, D_PADDED], tl.float32)
     if SINKS:
         best = tl.load(sinks_ptr + head * G + rows % G) * LOG2_E
@@ -200,19 +250,21 @@ def prefill_kernel(
     if window != 0:
         for tile in range(first_tile, whole_start):
             acc, best, total = _attend(
-                acc, best, total, q, kv_ptr, table_ptr, head, tile, length, positions,
-                scale, cap, window, True, D, D_PADDED, B, K, TILE, PRECISION,
+                acc, best, total, q, kv_ptr, table_ptr, head, tile, length, positions, logit_scale,
+                cap, window, True, FP8, D, D_PADDED, B, K, TILE, PRECISION,
             )  # fmt: skip
     for tile in range(whole_start, whole_stop):
         acc, best, total = _attend(
-            acc, best, total, q, kv_ptr, table_ptr, head, tile, length, positions,
-            scale, cap, window, False, D, D_PADDED, B, K, TILE, PRECISION,
+            acc, best, total, q, kv_ptr, table_ptr, head, tile, length, positions, logit_scale,
+            cap, window, False, FP8, D, D_PADDED, B, K, TILE, PRECISION,
         )  # fmt: skip
     for tile in range(whole_stop, stop_tile):
         acc, best, total = _attend(
-            acc, best, total, q, kv_ptr, table_ptr, head, tile, length, positions,
-            scale, cap, window, True, D, D_PADDED, B, K, TILE, PRECISION,
+            acc, best, total, q, kv_ptr, table_ptr, head, tile, length, positions, logit_scale,
+            cap, window, True, FP8, D, D_PADDED, B, K, TILE, PRECISION,
         )  # fmt: skip
     # Rows of no query may have seen no key.
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    if FP8:
+        result *= WIDENED * tl.load(v_scale_ptr + head)
     tl.store(out_ptr + place[:, None] + d[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.fp8 import bits_of, is_fp8
 from kernels_pallas.paged_attention.config_triton import TritonConfig
 from kernels_pallas.paged_attention.kernel_triton import decode_kernel, merge_kernel, prefill_kernel
 from kernels_pallas.paged_attention.plan import AttentionPlan
-from kernels_pallas.paged_attention.reference import Options
+from kernels_pallas.paged_attention.reference import Options, Scales
 from kernels_pallas.triton_call import Launch, call_triton
 
 MERGE_ROWS = 16
@@ -23,6 +24,7 @@ def paged_attention_triton(
     config: TritonConfig,
     options: Options,
     sinks: jax.Array | None,
+    scales: Scales | None,
     max_decode_queries: int,
     compute_capability: int | None,
 ) -> jax.Array:
@@ -40,20 +42,29 @@ def paged_attention_triton(
         "scale": float(options.scale),
         "cap": float(options.logit_soft_cap or 0.0),
         "window": options.sliding_window or 0,
+        "FP8": is_fp8(kv_cache.dtype),
         "B": kv_cache.shape[3],
         "PRECISION": config.precision,
         **heads,
     }
+    # A parameter that is not read, as that of sinks without sinks, must point to something all the same.
+    unread = seq_lens
+    if is_fp8(kv_cache.dtype):
+        ones = jnp.ones(num_kv_heads, jnp.float32)
+        k_scale, v_scale = (ones, ones) if scales is None else scales
+    else:
+        k_scale = v_scale = unread
     batch = {
         "q_ptr": q,
-        "kv_ptr": kv_cache,
+        "kv_ptr": bits_of(kv_cache),
+        "k_scale_ptr": k_scale,
+        "v_scale_ptr": v_scale,
         "tables_ptr": block_tables,
         "lens_ptr": seq_lens,
         "starts_ptr": query_start_loc,
         "pages": block_tables.shape[1],
     }
-    # Without sinks the parameter is not read, but must point to something.
-    sink = {"SINKS": sinks is not None, "sinks_ptr": seq_lens if sinks is None else sinks}
+    sink = {"SINKS": sinks is not None, "sinks_ptr": unread if sinks is None else sinks}
 
     parts, lse = call_triton(
         decode_kernel,

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from aot_workers import bucket_of, make_worker
 
+from jaxllm.config import CacheDType
 from jaxllm.plan.abstract_worker import AbstractWorker
 from jaxllm.worker.buckets import Bucket
 from jaxllm.worker.row_state import state_bytes
@@ -55,18 +56,22 @@ def test_decode_step_of_llama_8b():
 @pytest.mark.slow
 @pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 @pytest.mark.parametrize(
-    ("model", "size", "decode"),
+    ("model", "size", "decode", "kv_cache_dtype"),
     [
-        ("llama-3.1-8b", 1, True),
-        ("llama-3.1-8b", 1, False),
-        ("llama-3.3-70b", 4, True),
-        ("llama-3.3-70b", 4, False),
+        ("llama-3.1-8b", 1, True, "auto"),
+        ("llama-3.1-8b", 1, False, "auto"),
+        ("llama-3.1-8b", 1, True, "fp8"),
+        ("llama-3.1-8b", 1, False, "fp8"),
+        ("llama-3.3-70b", 4, True, "auto"),
+        ("llama-3.3-70b", 4, False, "auto"),
+        ("llama-3.3-70b", 4, False, "fp8"),
     ],
 )
-def test_step_on_an_a100(model: str, size: int, decode: bool):
+def test_step_on_an_a100(model: str, size: int, decode: bool, kv_cache_dtype: CacheDType):
     """By Triton's kernels."""
     layers = 1 if size == 1 else 2
-    worker = make_worker(model, tensor_parallel_size=size, num_layers=layers, target="a100", attention_backend="auto")
+    options = {"tensor_parallel_size": size, "num_layers": layers, "kv_cache_dtype": kv_cache_dtype}
+    worker = make_worker(model, target="a100", attention_backend="auto", **options)
     assert worker.config.attention_backend == "triton"
     bucket = bucket_of(worker, 64 if decode else 512, decode=decode)
     program = worker.program(bucket)

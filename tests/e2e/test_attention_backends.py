@@ -44,7 +44,12 @@ TRITON = [pytest.mark.slow, pytest.mark.skipif(unavailable_reason() is not None,
 
 @pytest.mark.parametrize(
     ("backend", "kv_cache_dtype"),
-    [("mosaic", "auto"), pytest.param("mosaic", "fp8", marks=pytest.mark.slow), pytest.param("triton", "auto", marks=TRITON)],
+    [
+        ("mosaic", "auto"),
+        pytest.param("mosaic", "fp8", marks=pytest.mark.slow),
+        pytest.param("triton", "auto", marks=TRITON),
+        pytest.param("triton", "fp8", marks=TRITON),
+    ],
 )
 def test_kernels_give_the_tokens_of_the_reference(tmp_path, backend, kv_cache_dtype):
     """A prompt in two chunks beside a decode, then decodes: both kernels, with and without a window."""

@@ -97,9 +97,26 @@ def test_without_jax_triton_the_reference_runs(monkeypatch, caplog):
     assert "not triton: jax-triton is not installed" in caplog.text
 
 
+@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "uint8"])
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [("8.0", "bfloat16", "triton"), ("8.9", "float16", "triton"), ("8.9", "float32", "triton"), ("9.0", "float32", "triton"),
+     ("9.0", "bfloat16", "mosaic"), ("7.5", "bfloat16", "reference")],
+)  # fmt: skip
+def test_who_serves_a_cache_of_8_bits(monkeypatch, capability, dtype, expected, cache_dtype):
+    on_device(monkeypatch, capability)
+    monkeypatch.setattr(implementations, "self_test", lambda *_: None)
+    assert select_implementation("auto", CALL._replace(dtype=dtype, cache_dtype=cache_dtype)) == expected
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        ({"cache_dtype": "float32"}, "the KV cache is float32, not bfloat16 as the queries are"),
+        (
+            {"head_dim": 144, "dtype": "float32", "cache_dtype": "float8_e4m3fn"},
+            "head size 144 is more than 128, with float32 queries and a KV cache of 8-bit numbers",
+        ),
         ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not bfloat16, float16 or float32"),
         ({"head_dim": 72}, "head size 72 is not a multiple of 16 up to 256"),
         ({"head_dim": 512}, "head size 512 is not a multiple of 16 up to 256"),
