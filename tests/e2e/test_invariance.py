@@ -49,9 +49,8 @@ def run(llm: LLM, which=range(NUM_REQUESTS)) -> list[list[int]]:
     params=[
         pytest.param((True, 1), id="async"),
         pytest.param((False, 4), id="sync-x4"),
-        # tests/engine/test_async_scheduling.py and test_several_decodes.py compare these too, with less.
-        pytest.param((False, 1), id="sync", marks=pytest.mark.slow),
-        pytest.param((True, 4), id="async-x4", marks=pytest.mark.slow),
+        pytest.param((False, 1), id="sync"),
+        pytest.param((True, 4), id="async-x4"),
     ],
 )
 def make(request, make_tiny):
