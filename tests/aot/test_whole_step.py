@@ -53,18 +53,17 @@ def test_decode_step_of_llama_8b():
     assert program.thunks.kinds == ["kCommandBuffer"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 @pytest.mark.parametrize(
     ("model", "size", "decode", "kv_cache_dtype"),
     [
         ("llama-3.1-8b", 1, True, "auto"),
-        ("llama-3.1-8b", 1, False, "auto"),
-        ("llama-3.1-8b", 1, True, "fp8"),
-        ("llama-3.1-8b", 1, False, "fp8"),
-        ("llama-3.3-70b", 4, True, "auto"),
-        ("llama-3.3-70b", 4, False, "auto"),
-        ("llama-3.3-70b", 4, False, "fp8"),
+        pytest.param("llama-3.1-8b", 1, False, "auto", marks=pytest.mark.slow),
+        pytest.param("llama-3.1-8b", 1, True, "fp8", marks=pytest.mark.slow),
+        pytest.param("llama-3.1-8b", 1, False, "fp8", marks=pytest.mark.slow),
+        pytest.param("llama-3.3-70b", 4, True, "auto", marks=pytest.mark.slow),
+        pytest.param("llama-3.3-70b", 4, False, "auto", marks=pytest.mark.slow),
+        pytest.param("llama-3.3-70b", 4, False, "fp8", marks=pytest.mark.slow),
     ],
 )
 def test_step_on_an_a100(model: str, size: int, decode: bool, kv_cache_dtype: CacheDType):

@@ -45,13 +45,7 @@ def run(llm: LLM, which=range(NUM_REQUESTS)) -> list[list[int]]:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((True, 1), id="async"),
-        pytest.param((False, 4), id="sync-x4"),
-        pytest.param((False, 1), id="sync"),
-        pytest.param((True, 4), id="async-x4"),
-    ],
+    scope="module", params=[(True, 1), (False, 1), (True, 4), (False, 4)], ids=["async", "sync", "async-x4", "sync-x4"]
 )
 def make(request, make_tiny):
     """Make engines, with asynchronous scheduling and without, of one token a dispatch and of several."""

@@ -38,6 +38,10 @@ def children() -> list[int]:
     found = []
     for path in glob.glob("/proc/self/task/*/children"):
         for pid in map(int, Path(path).read_text().split()):
-            if b"jaxllm-engine-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):  # it has ended, and another thread reaped it
+                continue
+            if b"jaxllm-engine-core" in command:
                 found.append(pid)
     return found

@@ -60,6 +60,14 @@ def make_case(
     return Case(q.astype(dtype), cache.astype(dtype), tables, seq_lens, query_start_loc, num_decodes)
 
 
+def case_of(rows, shape, dtype, *, make=make_case, **options):
+    """By `make`, with room for a page more than the longest row has. `shape`: block size, heads, KV heads, head size."""
+    block_size, heads, kv_heads, head_dim = shape
+    pages = max(-(-length // block_size) for length, _ in rows) + 1
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size, "pages": pages}
+    return make(np.random.default_rng(0), rows, dtype=dtype, **sizes, **options)
+
+
 def attention_spec(case, *, scale, sliding_window=None, logit_soft_cap=None, sinks=None):
     """float64 [T, H, D]: one token and one head at a time."""
     q, cache = case.q.astype(np.float64), case.kv_cache.astype(np.float64)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from attention_spec import attention_spec, make_case
+from attention_spec import attention_spec, case_of, make_case
 
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.triton_call import unavailable_reason
@@ -29,14 +29,6 @@ def check(case, **options):
         **{name: options[name] for name in ("sliding_window", "logit_soft_cap") if name in options},
     )
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=TOLERANCE[case.q.dtype.name], rtol=0)
-
-
-def case_of(rows, shape, dtype, *, num_rows=None, num_tokens=None):
-    """`shape`: block size, heads, KV heads, head size."""
-    block_size, heads, kv_heads, head_dim = shape
-    pages = max(-(-length // block_size) for length, _ in rows) + 1
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size, "pages": pages}
-    return make_case(np.random.default_rng(0), rows, num_rows=num_rows, num_tokens=num_tokens, dtype=dtype, **sizes)
 
 
 # (block size, heads, KV heads, head size), options, dtype

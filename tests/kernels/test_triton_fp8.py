@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from attention_spec import attention_spec, fp8_case
+from attention_spec import attention_spec, case_of, fp8_case
 
 from kernels_pallas.paged_attention import Call, paged_attention
 from kernels_pallas.paged_attention.implementations import self_test
@@ -34,14 +34,6 @@ def check(case, **options):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=TOLERANCE[case.q.dtype.name], rtol=0)
 
 
-def case_of(rows, shape, dtype, *, num_rows=None, num_tokens=None):
-    """`shape`: block size, heads, KV heads, head size."""
-    block_size, heads, kv_heads, head_dim = shape
-    pages = max(-(-length // block_size) for length, _ in rows) + 1
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size, "pages": pages}
-    return fp8_case(np.random.default_rng(0), rows, num_rows=num_rows, num_tokens=num_tokens, dtype=dtype, **sizes)
-
-
 SINKS = np.array([0.5, 3.0], np.float32)
 # (block size, heads, KV heads, head size), options, dtype
 DECODES = [
@@ -57,7 +49,7 @@ DECODES = [
 def test_decode(shape, options, dtype):
     """Lengths about a block's and several tiles, and a padding row; blocks of no row hold NaN."""
     rows = [(length, 1) for length in (1, shape[0] - 1, shape[0] + 1, 300)]
-    check(case_of(rows, shape, dtype, num_rows=5, num_tokens=5), decode_only=True, **options)
+    check(case_of(rows, shape, dtype, num_rows=5, num_tokens=5, make=fp8_case), decode_only=True, **options)
 
 
 CHUNKS = [
@@ -73,18 +65,18 @@ CHUNKS = [
 def test_mixed_batch(shape, options, dtype):
     """A decode, a later chunk that is no multiple of anything, a whole prompt, padding tokens and a padding row."""
     rows = [(2 * shape[0], 1), (150, 39), (33, 33)]
-    check(case_of(rows, shape, dtype, num_rows=4, num_tokens=75), decode_only=False, **options)
+    check(case_of(rows, shape, dtype, num_rows=4, num_tokens=75, make=fp8_case), decode_only=False, **options)
 
 
 def test_several_queries_a_decode_row():
     rows = [(70, 1), (70, 4), (140, 3), (2, 2)]
-    case = case_of(rows, (16, 4, 1, 64), np.float32, num_rows=5, num_tokens=12)
+    case = case_of(rows, (16, 4, 1, 64), np.float32, num_rows=5, num_tokens=12, make=fp8_case)
     case.num_decodes = 4
     check(case, decode_only=True, max_decode_queries=4, sliding_window=66)
 
 
 def test_uint8_holds_the_same_numbers():
-    case = case_of([(40, 1), (20, 9)], (16, 4, 2, 16), np.float32)
+    case = case_of([(40, 1), (20, 9)], (16, 4, 2, 16), np.float32, make=fp8_case)
     expected = attend(case, decode_only=False)
     case.kv_cache = case.kv_cache.view(np.uint8)
     np.testing.assert_array_equal(attend(case, decode_only=False), expected)
@@ -92,7 +84,7 @@ def test_uint8_holds_the_same_numbers():
 
 @pytest.mark.parametrize("given", [(), ("k_scale",), ("v_scale",)])
 def test_a_scale_that_is_not_given_is_1(given):
-    case = case_of([(40, 1), (20, 9)], (16, 4, 2, 16), np.float32)
+    case = case_of([(40, 1), (20, 9)], (16, 4, 2, 16), np.float32, make=fp8_case)
     scales = {name: scale for name, scale in case.scales().items() if name in given}
     for name in {"k_scale", "v_scale"} - set(given):
         setattr(case, name, np.ones(2, np.float32))

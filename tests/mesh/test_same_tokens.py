@@ -83,7 +83,7 @@ def check_same(found: tuple[list[list[int]], list[Any]], expected: tuple[list[li
             np.testing.assert_allclose([value for _, value in position], [value for _, value in other], atol=1e-4)
 
 
-@pytest.mark.parametrize("tensor", [slow(2), 3, slow(4), slow(8)])
+@pytest.mark.parametrize("tensor", [slow(2), 3, slow(4), 8])
 def test_tensor_parallel(make_tiny, tensor):
     need_devices(tensor)
     expected = on_one_device(make_tiny)
