@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from kernels_pallas.device import compute_capability, num_cores, shared_memory
 from kernels_pallas.dispatch import target_platform
 from kernels_pallas.fp8 import check_scale, is_fp8
+from kernels_pallas.llvm.paged_attention import paged_attention_llvm
 from kernels_pallas.paged_attention.config import MosaicConfig, mosaic_config
 from kernels_pallas.paged_attention.config_triton import TritonConfig, triton_config
 from kernels_pallas.paged_attention.implementations import IMPLEMENTATIONS, Call, choose_implementation, select_implementation
@@ -50,7 +51,7 @@ def plan_attention(
         The plan; None for an implementation that needs none.
     """
     chosen = choose_implementation(implementation, call)
-    if chosen == "reference":
+    if chosen in ("llvm", "reference"):
         return None
     config = launch_config(call) if chosen == "mosaic" else _triton_config(call)
     if isinstance(config, MosaicConfig):
@@ -180,6 +181,8 @@ def paged_attention(
         ones = jnp.ones(kv_cache.shape[2], jnp.float32)
         scales = Scales(ones if k_scale is None else k_scale, ones if v_scale is None else v_scale)
     arrays = (q, kv_cache, block_tables, seq_lens, query_start_loc)
+    if chosen == "llvm":
+        return paged_attention_llvm(*arrays, **options._asdict(), sinks=sinks, decode_only=decode_only and max_decode_queries == 1)
     if chosen == "reference":
         # The reference takes decodes of one query only; more are rows like others to it.
         single = max_decode_queries == 1

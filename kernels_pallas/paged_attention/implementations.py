@@ -10,6 +10,7 @@ import numpy as np
 from kernels_pallas.device import compute_capability
 from kernels_pallas.dispatch import choose, log_choice, target_platform
 from kernels_pallas.fp8 import FP8, is_fp8, saturated
+from kernels_pallas.llvm.paged_attention import llvm_refusal
 from kernels_pallas.paged_attention.config import mosaic_refusal
 from kernels_pallas.paged_attention.config_triton import triton_refusal
 from kernels_pallas.triton_call import unavailable_reason
@@ -17,7 +18,7 @@ from kernels_pallas.triton_call import unavailable_reason
 logger = logging.getLogger(__name__)
 
 # Best first.
-IMPLEMENTATIONS = ("mosaic", "triton", "reference")
+IMPLEMENTATIONS = ("mosaic", "triton", "llvm", "reference")
 
 
 class Call(NamedTuple):
@@ -64,7 +65,7 @@ def _refusals(implementation: str, call: Call) -> dict[str, str | None]:
         dtype=jnp.dtype(call.dtype),
         cache_dtype=_cache_dtype(call),
     )
-    return {"mosaic": mosaic, "triton": triton, "reference": None}
+    return {"mosaic": mosaic, "triton": triton, "llvm": _llvm_refusal(call), "reference": None}
 
 
 def _cache_dtype(call: Call) -> jnp.dtype:
@@ -85,6 +86,20 @@ def _mosaic_device_refusal(implementation: str) -> str | None:
     if capability is None or capability[0] != 9:
         return "it needs a Hopper GPU (compute capability 9)"
     return None
+
+
+def _llvm_refusal(call: Call) -> str | None:
+    platform = target_platform()
+    if platform != "cpu":
+        return f"it runs on CPUs, not on {platform}"
+    return llvm_refusal(
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        head_dim=call.head_dim,
+        block_size=call.block_size,
+        dtype=call.dtype,
+        cache_dtype=call.cache_dtype or call.dtype,
+    )
 
 
 def _triton_device_refusal(implementation: str) -> str | None:
@@ -113,7 +128,7 @@ def select_implementation(implementation: str, call: Call, *, sliding_window: in
     refusals = _refusals(implementation, call)
     chosen = choose("paged_attention", implementation, refusals)
     # What is lowered for a device that is not here, or interpreted, is tested elsewhere.
-    testable = target_platform() != "cpu" and jax.sharding.get_abstract_mesh().abstract_device is None
+    testable = (target_platform() != "cpu" or chosen == "llvm") and jax.sharding.get_abstract_mesh().abstract_device is None
     while chosen != "reference" and testable:
         failure = self_test(chosen, call, sliding_window)
         if failure is None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas.kv_cache_write import write_kv
+from kernels_pallas.llvm.paged_attention import llvm_refusal
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.paged_attention.reference import PREFILL_TOKENS, decode_tile
 
@@ -20,7 +21,7 @@ TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2, "float16": 2e-3}
 
 
 # The others are interpreted on a CPU, too slowly for all of this: test_mosaic.py.
-QUICK = ("reference",)
+QUICK = ("llvm", "reference")
 
 
 @pytest.fixture(params=QUICK)
@@ -33,7 +34,18 @@ def jitted(implementation, **options):
     return jax.jit(functools.partial(paged_attention, implementation=implementation, **options))
 
 
+def skip_unless_served(implementation, case):
+    """llvm serves the sizes of real models, on the processors it is for."""
+    if implementation == "llvm":
+        (num_heads, head_dim), (kv_heads, block_size) = case.q.shape[1:], case.kv_cache.shape[2:4]
+        sizes = {"num_heads": num_heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
+        refusal = llvm_refusal(**sizes, dtype=case.q.dtype.name, cache_dtype=case.kv_cache.dtype.name)
+        if refusal is not None:
+            pytest.skip(refusal)
+
+
 def check(case, implementation, *, decode_only=False, **options):
+    skip_unless_served(implementation, case)
     scale = options.pop("scale", case.q.shape[2] ** -0.5)
     sinks = options.pop("sinks", None)
     run = jitted(implementation, scale=scale, decode_only=decode_only, **options)
