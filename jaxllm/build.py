@@ -30,7 +30,9 @@ def build(args: EngineArgs, out: str) -> Path:
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--out must be an empty folder or a new one, got {out!r}")
-    if args.attention_backend not in ("auto", "reference") and detect_platform() == "cpu":
+    from kernels_pallas.paged_attention import INTERPRETED_ON_CPU  # imports jax
+
+    if args.attention_backend in INTERPRETED_ON_CPU and detect_platform() == "cpu":
         raise ValueError(f"attention_backend {args.attention_backend!r} is interpreted on a CPU: such programs cannot be shipped")
     config = replace(args.create_engine_config(), compilation_cache_dir=str(folder.absolute()), background_compilation=False)
     parallel = config.parallel

@@ -133,7 +133,9 @@ class EngineArgs:
         data_parallel_routing: which engine gets a request: load (the one with the least to do) or prefix (the one that has most
             of its prompt cached, unless it has much more to do than others).
         data_parallel_backend: where engines run: mp (this machine) or ray (a Ray cluster; their number can then change).
-        attention_backend: "auto" is "mosaic" on Hopper, "triton" on Ampere and Ada, else "reference". A name is an order.
+        attention_backend: "auto" is "mosaic" on Hopper, "triton" on Ampere and Ada, "llvm" on CPUs with AVX-512, else "reference".
+            A name is an order.
+        matmul_backend: "auto" is "llvm" on a CPU with AVX-512, whose weights then lie as that wants them, else "xla".
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default a ladder up to max_num_seqs.
         compile_sizes: sizes of mixed steps to compile, in tokens; by default a ladder up to max_num_batched_tokens.
         compilation_cache_dir: by default `jaxllm/compiled` in the user's cache folder; "" keeps nothing.
@@ -202,6 +204,7 @@ class EngineArgs:
     data_parallel_routing: str = ParallelConfig.data_parallel_routing
     data_parallel_backend: str = ParallelConfig.data_parallel_backend
     attention_backend: str = EngineConfig.attention_backend
+    matmul_backend: str = EngineConfig.matmul_backend
     cudagraph_capture_sizes: Sequence[int] | None = None
     compile_sizes: Sequence[int] | None = None
     compilation_cache_dir: str | None = None
@@ -320,6 +323,7 @@ class EngineArgs:
                 else self.data_parallel_rpc_port,
             ),
             attention_backend=self.attention_backend,
+            matmul_backend=self.matmul_backend,
             cudagraph_capture_sizes=_sizes("cudagraph_capture_sizes", self.cudagraph_capture_sizes, seqs),
             compile_sizes=_sizes("compile_sizes", self.compile_sizes, tokens),
             compilation_cache_dir=self._cache_dir(),

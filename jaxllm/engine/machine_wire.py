@@ -210,7 +210,7 @@ def version() -> str:
 
 def comparable(config: EngineConfig) -> dict[str, str]:
     """What must be the same on all machines, by the names of fields: an answer must not depend on which engine gives it."""
-    found: dict[str, str] = {"attention_backend": repr(config.attention_backend)}
+    found = {name: repr(getattr(config, name)) for name in ("attention_backend", "matmul_backend")}
     for section in (config.model.decoder, config.model, config.cache, config.scheduler, config.parallel):
         for one in dataclasses.fields(section):
             if one.name not in _OWN_FIELDS:

@@ -54,7 +54,7 @@ def _digest(config: EngineConfig) -> str:
     """Of what must be the same on all machines. Folders need not be."""
     model, parallel = config.model, dataclasses.replace(config.parallel, node_rank=0, master_addr="")
     of_model = (model.decoder, model.dtype, model.max_model_len, model.max_logprobs, model.logprobs_mode, model.seed)
-    sizes = (config.cudagraph_capture_sizes, config.compile_sizes, config.attention_backend)
+    sizes = (config.cudagraph_capture_sizes, config.compile_sizes, config.attention_backend, config.matmul_backend)
     return hashlib.sha256(repr((of_model, config.cache, config.scheduler, parallel, sizes)).encode()).hexdigest()
 
 

@@ -70,13 +70,15 @@ class Attention(nnx.Module):
         mesh: Mesh | None,
         backend: str,
         fp8_cache: bool = False,
+        packed: bool = False,
     ) -> None:
         """`qk_norm_eps`: epsilon of the norms of q and k heads; None for no such norms. `num_kv_heads`: after any repetition.
 
         `fp8_cache`: the KV cache holds 8-bit numbers, with the scales `kv_scale`: `num_stripes` stripes [k_s | v_s] of them.
         """
-        self.qkv = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, use_bias=qkv_bias, dtype=dtype)
-        self.out = Linear(num_heads * head_dim, hidden_size, use_bias=out_bias, dtype=dtype)
+        columns = (num_heads + 2 * num_kv_heads) * head_dim
+        self.qkv = Linear(hidden_size, columns, use_bias=qkv_bias, dtype=dtype, packed=packed)
+        self.out = Linear(num_heads * head_dim, hidden_size, use_bias=out_bias, dtype=dtype, packed=packed)
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
         self.kv_scale = nnx.Param(jnp.ones(2 * num_kv_heads, jnp.float32)) if fp8_cache else None

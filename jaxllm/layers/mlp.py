@@ -32,9 +32,10 @@ class GatedMLP(nnx.Module):
         use_bias: bool,
         num_stripes: int,
         dtype: jnp.dtype,
+        packed: bool = False,
     ) -> None:
-        self.gate_up = Linear(hidden_size, 2 * intermediate_size, use_bias=use_bias, dtype=dtype)
-        self.down = Linear(intermediate_size, hidden_size, use_bias=use_bias, dtype=dtype)
+        self.gate_up = Linear(hidden_size, 2 * intermediate_size, use_bias=use_bias, dtype=dtype, packed=packed)
+        self.down = Linear(intermediate_size, hidden_size, use_bias=use_bias, dtype=dtype, packed=packed)
         self.activation = activation
         self.num_stripes = num_stripes
 

@@ -36,6 +36,7 @@ class DecoderLayer(nnx.Module):
         mesh: Mesh | None,
         attention_backend: str,
         fp8_cache: bool,
+        packed: bool,
     ) -> None:
         norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.attention_norm = norm()
@@ -54,6 +55,7 @@ class DecoderLayer(nnx.Module):
             mesh=mesh,
             backend=attention_backend,
             fp8_cache=fp8_cache,
+            packed=packed,
         )
         self.mlp_norm = norm()
         self.mlp = GatedMLP(
@@ -63,6 +65,7 @@ class DecoderLayer(nnx.Module):
             use_bias=config.mlp_bias,
             num_stripes=num_stripes,
             dtype=dtype,
+            packed=packed,
         )
 
     def __call__(
@@ -108,6 +111,7 @@ class Decoder(nnx.Module):
         attention_backend: str = "auto",
         layers: range | None = None,
         fp8_cache: bool = False,
+        packed: bool = False,
     ) -> None:
         """Parameters are zeros (scales ones): see `jaxllm.models.graph` for how weights get in.
 
@@ -118,6 +122,7 @@ class Decoder(nnx.Module):
             attention_backend: `implementation` of `paged_attention`.
             layers: of this stage; None for all.
             fp8_cache: the KV cache holds 8-bit numbers, whose scales are parameters.
+            packed: matrices lie as `kernels_pallas.llvm.matmul.pack` arranges them, for one CPU.
 
         Raises:
             ValueError: if `num_stripes` is below 1, or `kv_groups` does not fit.
@@ -129,7 +134,7 @@ class Decoder(nnx.Module):
         shares = decoder_params.Shares.of(config, num_stripes)
 
         def table() -> Embedding:
-            return Embedding(shares.vocab_size, config.hidden_size, dtype=dtype)
+            return Embedding(shares.vocab_size, config.hidden_size, dtype=dtype, packed=packed)
 
         self.embed = table() if self.is_first or (self.is_last and config.tie_word_embeddings) else None
         self.layers = nnx.List(
@@ -143,6 +148,7 @@ class Decoder(nnx.Module):
                 mesh=mesh,
                 attention_backend=attention_backend,
                 fp8_cache=fp8_cache,
+                packed=packed,
             )
             for window, (group, _) in zip(config.sliding_windows[layers.start : layers.stop], kv_groups, strict=True)
         )

@@ -5,6 +5,7 @@ As an argument of a jitted function a module costs milliseconds a call; a flat t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxllm.layers.spec import ParamSpec
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.decoder_params import TIED_TABLE
 from jaxllm.models.registry import model_class
+from kernels_pallas.llvm.matmul import pack, packed_shape
 
 
 @dataclass(frozen=True)
@@ -26,25 +28,34 @@ class ModelGraph:
     Attributes:
         specs: its parameters; `bind` takes the weights in this order.
         vocab_size: V as `compute_logits` gives it, with what fills it up for the devices to share it evenly.
+        shapes: of the weights as `bind` takes them: the specs', but for matrices that are packed.
     """
 
     specs: tuple[ParamSpec, ...]
     vocab_size: int
+    shapes: tuple[tuple[int, ...], ...]
     _graphdef: Any
     _treedef: Any
     _order: tuple[int, ...]
 
+    def arrange(self, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Weights as the specs say -> as `bind` takes them. Those that are packed are deleted, one after the other."""
+        return tuple(
+            weight if weight.shape == shape else _packed(weight, transposed=not spec.transpose)
+            for spec, weight, shape in zip(self.specs, weights, self.shapes, strict=True)
+        )
+
     def bind(self, weights: Sequence[jax.Array]) -> Decoder:
-        """The model with these weights, one array for each of `specs`; to be called inside a jitted function.
+        """The model with these weights, one array for each of `specs` as `arrange` gives it; to be called inside a jitted function.
 
         Raises:
             ValueError: if number, shape or dtype of the weights is not that of `specs`.
         """
         if len(weights) != len(self.specs):
             raise ValueError(f"the model has {len(self.specs)} parameters, got {len(weights)} weights")
-        for spec, weight in zip(self.specs, weights, strict=True):
-            if weight.shape != spec.shape or weight.dtype != jnp.dtype(spec.dtype):
-                raise ValueError(f"{spec.path} must be {spec.dtype} {spec.shape}, got {weight.dtype} {weight.shape}")
+        for spec, shape, weight in zip(self.specs, self.shapes, weights, strict=True):
+            if weight.shape != shape or weight.dtype != jnp.dtype(spec.dtype):
+                raise ValueError(f"{spec.path} must be {spec.dtype} {shape}, got {weight.dtype} {weight.shape}")
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, [weights[index] for index in self._order]))
 
 
@@ -58,6 +69,7 @@ def build_model_graph(
     attention_backend: str = "auto",
     layers: range | None = None,
     fp8_cache: bool = False,
+    packed: bool = False,
 ) -> ModelGraph:
     """Build a model abstractly; no parameter is allocated. Arguments as those of `Decoder`.
 
@@ -75,6 +87,7 @@ def build_model_graph(
             attention_backend=attention_backend,
             layers=layers,
             fp8_cache=fp8_cache,
+            packed=packed,
         )
     )
     specs = tuple(cls.param_specs(config, dtype, num_stripes, layers, fp8_cache=fp8_cache))
@@ -82,13 +95,33 @@ def build_model_graph(
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     assert len(leaves) == len(specs), f"{len(leaves)} parameters built, {len(specs)} specified"
-    order = []
+    order, shapes = [], [spec.shape for spec in specs]
     for path, leaf in leaves:
         name = ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
         index = index_of[_path_in_whole_model(name, layers)]
-        assert leaf.shape == specs[index].shape, f"{specs[index].path}: {leaf.shape} built, {specs[index].shape} specified"
+        expected = _packed_shape(specs[index]) if packed else specs[index].shape
+        assert leaf.shape == expected, f"{specs[index].path}: {leaf.shape} built, {expected} specified"
         order.append(index)
-    return ModelGraph(specs, cls.padded_vocab_size(config, num_stripes), graphdef, treedef, tuple(order))
+        shapes[index] = leaf.shape
+    return ModelGraph(specs, cls.padded_vocab_size(config, num_stripes), tuple(shapes), graphdef, treedef, tuple(order))
+
+
+def _packed_shape(spec: ParamSpec) -> tuple[int, ...]:
+    """Of a parameter of a model whose matrices are packed. One that is not transposed, a table, is used as [V, M]."""
+    if len(spec.shape) != 2:
+        return spec.shape
+    return packed_shape(*(spec.shape if spec.transpose else spec.shape[::-1]), spec.dtype)
+
+
+def _packed(weight: jax.Array, *, transposed: bool) -> jax.Array:
+    packed = jax.block_until_ready(_pack(weight, transposed=transposed))
+    weight.delete()
+    return packed
+
+
+@partial(jax.jit, static_argnames="transposed")
+def _pack(weight: jax.Array, *, transposed: bool) -> jax.Array:
+    return pack(weight.T if transposed else weight)
 
 
 def _path_in_whole_model(path: str, layers: range | None) -> str:

@@ -62,6 +62,10 @@ class AbstractWorker(Worker):
         with lowering_on(self.mesh):
             return super()._attention_backend()
 
+    def _matmul_backend(self) -> str:
+        with lowering_on(self.mesh):
+            return super()._matmul_backend()
+
     def _load_weights(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         return self._abstract_weights()
 

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from kernels_pallas.llvm.library import keep_compiled_in
+
 logger = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -21,6 +23,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 def enable_persistent_cache(directory: str | None) -> None:
     """Keep every compiled program in `directory`, however small or quick it was; None leaves jax's own setting."""
+    keep_compiled_in(directory)
     if directory is None:
         return
     Path(directory).mkdir(parents=True, exist_ok=True)

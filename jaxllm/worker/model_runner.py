@@ -171,6 +171,7 @@ class ModelRunner:
             "dtype": config.model.dtype,
             "KV cache dtype": self.cache_dtype,
             "attention_backend": config.attention_backend,
+            "matmul_backend": config.matmul_backend,
             "KV cache": self.kv_cache_config,
             "sampling": self.options,
             "max_num_seqs": self.max_num_seqs,

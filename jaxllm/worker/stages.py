@@ -47,7 +47,7 @@ def split_layers(num_layers: int, num_stages: int) -> list[range]:
 
 
 def make_stages(
-    model: ModelConfig, kv_cache_config: KVCacheConfig, mesh: Mesh, attention_backend: str, fp8_cache: bool
+    model: ModelConfig, kv_cache_config: KVCacheConfig, mesh: Mesh, attention_backend: str, fp8_cache: bool, packed: bool
 ) -> list[Stage]:
     """The stages of a model on a mesh: as many as its axis pipeline is long."""
     meshes = stage_meshes(mesh)
@@ -64,6 +64,7 @@ def make_stages(
             attention_backend=attention_backend,
             layers=layers,
             fp8_cache=fp8_cache,
+            packed=packed,
         )
         stages.append(Stage(layers, stage_mesh, graph, num_arrays))
     return stages

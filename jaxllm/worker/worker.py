@@ -20,6 +20,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.core.kv_cache_interface import KVCacheConfig, make_kv_cache_groups
 from jaxllm.core.output import SchedulerOutput
 from jaxllm.cuda import cuda_is_usable, plugin_would_fail
+from jaxllm.layers.linear import choose_matmul
 from jaxllm.models.decoder_params import Shares
 from jaxllm.models.registry import model_class
 from jaxllm.trace import Trace
@@ -41,7 +42,7 @@ from jaxllm.worker.stage_runner import StageRunner
 from jaxllm.worker.stages import make_stages
 from jaxllm.worker.step import Weights
 from kernels_pallas.device import threads_for_interpreter
-from kernels_pallas.paged_attention import Call, select_implementation
+from kernels_pallas.paged_attention import INTERPRETED_ON_CPU, Call, select_implementation
 from sharding.mesh import make_mesh
 from sharding.rules import sharding_of
 
@@ -85,7 +86,7 @@ class Worker:
         stages, tensor = self.config.parallel.pipeline_parallel_size, self.config.parallel.tensor_parallel_size
         size = self.config.parallel.num_devices
         # A kernel that is named here runs in an interpreter where there is no GPU.
-        interpreted = self.config.attention_backend in ("mosaic", "triton") and not cuda_is_usable()
+        interpreted = self.config.attention_backend in INTERPRETED_ON_CPU and not cuda_is_usable()
         with threads_for_interpreter() if interpreted else nullcontext():
             devices = jax.local_devices() if self.place is None else join_processes(self.place)
         if len(devices) < size:
@@ -112,8 +113,8 @@ class Worker:
         )
         self.kv_cache_config = KVCacheConfig(num_blocks=2, groups=make_kv_cache_groups(specs))
         backend = self._attention_backend()
-        self.config = dataclasses.replace(self.config, attention_backend=backend)
-        if backend != "reference" and self.devices[0].platform == "cpu":
+        self.config = dataclasses.replace(self.config, attention_backend=backend, matmul_backend=self._matmul_backend())
+        if backend in INTERPRETED_ON_CPU and self.devices[0].platform == "cpu":
             # Interpreted kernels call back into this process: such a program means nothing to another.
             if self.config.compiled_dir is not None:
                 raise ValueError(
@@ -122,7 +123,8 @@ class Worker:
                 )
             self.config = dataclasses.replace(self.config, compilation_cache_dir=None)
         fp8_cache = self.config.kv_cache_dtype == "float8_e4m3fn"
-        self.stages = make_stages(model, self.kv_cache_config, self.mesh, self.config.attention_backend, fp8_cache)
+        packed = self.config.matmul_backend == "llvm"
+        self.stages = make_stages(model, self.kv_cache_config, self.mesh, backend, fp8_cache, packed)
         self.graph = self.stages[-1].graph  # of all layers, unless there is a pipeline
         self.own_stages = [stage for stage in self.stages if stage.is_here]
         self.specs = [spec for stage in self.own_stages for spec in stage.graph.specs]
@@ -147,16 +149,28 @@ class Worker:
         window = min(windows) if windows else None
         return select_implementation(self.config.attention_backend, call, sliding_window=window)
 
+    def _matmul_backend(self) -> str:
+        """How the weights lie, and what multiplies with them."""
+        model = self.config.model
+        specs = model_class(model.decoder.architecture).param_specs(model.decoder, model.dtype)
+        rows = [spec.shape[0] if spec.transpose else spec.shape[1] for spec in specs if len(spec.shape) == 2]
+        return choose_matmul(self.config.matmul_backend, rows, model.dtype, self.config.parallel.tensor_parallel_size)
+
     def _abstract_weights(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Their shapes and places, in the order of the specs."""
         return tuple(
-            jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=self.shardings[spec.path]) for spec in self.specs
+            jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype), sharding=self.shardings[spec.path])
+            for stage in self.own_stages
+            for spec, shape in zip(stage.graph.specs, stage.graph.shapes, strict=True)
         )
 
     def _load_weights(self) -> tuple[jax.Array, ...]:
-        """In the order of the specs."""
+        """In the order of the specs, as the steps take them."""
         params = self._load_params(self.shardings)
-        return tuple(params[spec.path] for spec in self.specs)
+        weights = []
+        for stage in self.own_stages:
+            weights += stage.graph.arrange([params.pop(spec.path) for spec in stage.graph.specs])
+        return tuple(weights)
 
     @property
     def _shows_progress(self) -> bool:
@@ -211,7 +225,7 @@ class Worker:
         buckets = Buckets(
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
-            2 if platform == "cpu" and self.config.model.dtype != "float32" else 1,
+            2 if platform == "cpu" and self.config.model.dtype != "float32" and self.config.matmul_backend == "xla" else 1,
             self.config.cudagraph_capture_sizes,
             self.config.compile_sizes,
             scheduler.num_decode_steps,
@@ -315,8 +329,10 @@ class Worker:
         if "weights" in tags and not self.weights:
             if self._host_weights:
                 host_weights, self._host_weights = self._host_weights, []
-                places = [(spec.shape, self.shardings[spec.path]) for spec in self.specs]
-                self.weights = tuple(from_host(pieces, *place) for pieces, place in zip(host_weights, places, strict=True))
+                self.weights = tuple(
+                    from_host(pieces, abstract.shape, abstract.sharding)
+                    for pieces, abstract in zip(host_weights, self._abstract_weights(), strict=True)
+                )
             else:
                 self.weights = self._load_weights()
             self.runner.set_weights(self.weights)

@@ -155,7 +155,9 @@ class Function:
         public: it can be called from outside of the module.
     """
 
-    def __init__(self, module: Module, name: str, arguments: Sequence[str], *, returns: str = "void", public: bool = False) -> None:
+    def __init__(
+        self, module: Module, name: str, arguments: Sequence[str], *, returns: str = "void", public: bool = False
+    ) -> None:
         self.module, self.name, self.returns, self._public = module, name, returns, public
         self.arguments = [Value(self, type_, f"%a{index}") for index, type_ in enumerate(arguments)]
         self._variables: list[str] = []

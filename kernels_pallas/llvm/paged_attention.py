@@ -35,7 +35,9 @@ _NOTHING = -1e30  # below every score
 _CACHE_LINE = 64
 
 
-def llvm_refusal(*, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str, cache_dtype: str) -> str | None:
+def llvm_refusal(
+    *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str, cache_dtype: str
+) -> str | None:
     """Why these kernels cannot serve a call on this machine; None if they can."""
     if cache_dtype != dtype:
         return f"it needs a KV cache of the queries' type {dtype}, not {cache_dtype}"
@@ -114,7 +116,9 @@ def _write_attention(module: Module, name: str, *, pairs: bool, head_dim: int) -
         result_bytes = num_tokens * num_heads * (head_dim * (2 if pairs else 4))
         call.call("memset", [result.data, call.constant(0, "i32"), result_bytes], "ptr")
         decode_only = switches.data.field(4, "i32") > 0
-        num_units = _list_units(call, units, tables.dim(0), seq_lens.data, starts.data, decode_only, call.constant(_QUERY_ROWS) // group)
+        num_units = _list_units(
+            call, units, tables.dim(0), seq_lens.data, starts.data, decode_only, call.constant(_QUERY_ROWS) // group
+        )
         data = call.array("i64", len(_FIELDS))
         arrays = [operand.data for operand in (q, cache, tables, sinks, numbers, switches)]
         sizes = [num_heads, num_kv_heads, cache.dim(3), tables.dim(1), group]

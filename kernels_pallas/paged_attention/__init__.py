@@ -12,13 +12,20 @@ from kernels_pallas.fp8 import check_scale, is_fp8
 from kernels_pallas.llvm.paged_attention import paged_attention_llvm
 from kernels_pallas.paged_attention.config import MosaicConfig, mosaic_config
 from kernels_pallas.paged_attention.config_triton import TritonConfig, triton_config
-from kernels_pallas.paged_attention.implementations import IMPLEMENTATIONS, Call, choose_implementation, select_implementation
+from kernels_pallas.paged_attention.implementations import (
+    IMPLEMENTATIONS,
+    INTERPRETED_ON_CPU,
+    Call,
+    choose_implementation,
+    select_implementation,
+)
 from kernels_pallas.paged_attention.plan import AttentionPlan, make_plan
 from kernels_pallas.paged_attention.reference import Options, Scales, paged_attention_reference
 from kernels_pallas.tuned import SIZES, table, target_device_kind
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "INTERPRETED_ON_CPU",
     "AttentionPlan",
     "Call",
     "paged_attention",
@@ -182,7 +189,9 @@ def paged_attention(
         scales = Scales(ones if k_scale is None else k_scale, ones if v_scale is None else v_scale)
     arrays = (q, kv_cache, block_tables, seq_lens, query_start_loc)
     if chosen == "llvm":
-        return paged_attention_llvm(*arrays, **options._asdict(), sinks=sinks, decode_only=decode_only and max_decode_queries == 1)
+        return paged_attention_llvm(
+            *arrays, **options._asdict(), sinks=sinks, decode_only=decode_only and max_decode_queries == 1
+        )
     if chosen == "reference":
         # The reference takes decodes of one query only; more are rows like others to it.
         single = max_decode_queries == 1

@@ -10,7 +10,7 @@ import numpy as np
 from kernels_pallas.device import compute_capability
 from kernels_pallas.dispatch import choose, log_choice, target_platform
 from kernels_pallas.fp8 import FP8, is_fp8, saturated
-from kernels_pallas.llvm.paged_attention import llvm_refusal
+from kernels_pallas.llvm.paged_attention import llvm_refusal, register_paged_attention
 from kernels_pallas.paged_attention.config import mosaic_refusal
 from kernels_pallas.paged_attention.config_triton import triton_refusal
 from kernels_pallas.triton_call import unavailable_reason
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 # Best first.
 IMPLEMENTATIONS = ("mosaic", "triton", "llvm", "reference")
+# On a CPU, where they are slow and call back into Python.
+INTERPRETED_ON_CPU = ("mosaic", "triton")
 
 
 class Call(NamedTuple):
@@ -128,7 +130,7 @@ def select_implementation(implementation: str, call: Call, *, sliding_window: in
     refusals = _refusals(implementation, call)
     chosen = choose("paged_attention", implementation, refusals)
     # What is lowered for a device that is not here, or interpreted, is tested elsewhere.
-    testable = (target_platform() != "cpu" or chosen == "llvm") and jax.sharding.get_abstract_mesh().abstract_device is None
+    testable = target_platform() != "cpu" and jax.sharding.get_abstract_mesh().abstract_device is None
     while chosen != "reference" and testable:
         failure = self_test(chosen, call, sliding_window)
         if failure is None:
@@ -138,6 +140,9 @@ def select_implementation(implementation: str, call: Call, *, sliding_window: in
         logger.warning("paged_attention: %s fails its self-test and is not used: %s", chosen, failure)
         refusals[chosen] = f"it fails its self-test: {failure}"
         chosen = choose("paged_attention", implementation, refusals)
+    if chosen == "llvm":
+        # Programs that come from disk call it too, and are not traced.
+        register_paged_attention(call.dtype, call.head_dim)
     log_choice("paged_attention", chosen, refusals)
     return chosen
 
