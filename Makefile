@@ -56,18 +56,18 @@ $(VENV)/.uv:
 
 $(VENV)/.demo: $(VENV)/.uv pyproject.toml uv.lock
 	@echo "installing jaxllm into $(VENV)"
-	@$(SYNC) --no-dev --extra demo --extra bench --extra serve
+	@$(SYNC) --no-dev --extra demo --extra cpu --extra bench --extra serve
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml uv.lock
 	@echo "installing jaxllm and the development tools into $(VENV)"
-	@$(SYNC) --extra demo --extra bench --extra serve --extra ray --extra aot
+	@$(SYNC) --extra demo --extra cpu --extra bench --extra serve --extra ray --extra aot
 	@touch $@
 
 # The newest jax that is supported, in an environment of its own: what is locked stays as it is.
 $(VENV_12)/.jax12: $(VENV)/.uv pyproject.toml
 	@echo "installing jaxllm with jax 0.12 into $(VENV_12)"
 	@$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(VENV_12)
-	@$(BIN)/uv pip install --quiet --python $(VENV_12)/bin/python --no-config '.[aot]' 'jax>=0.12,<0.13' \
+	@$(BIN)/uv pip install --quiet --python $(VENV_12)/bin/python --no-config '.[aot,cpu]' 'jax>=0.12,<0.13' \
 		pytest pytest-timeout hypothesis
 	@touch $@

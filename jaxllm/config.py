@@ -380,8 +380,8 @@ class EngineConfig:
     """All of it.
 
     Attributes:
-        attention_backend: "auto" is "mosaic" on Hopper, "triton" on Ampere and Ada, "llvm" on CPUs with AVX-512, else "reference".
-            A name is an order.
+        attention_backend: "auto" is "mosaic" on Hopper, "triton" on Ampere and Ada, "llvm" on a CPU with AVX-512, else
+            "reference". A name is an order.
         matmul_backend: "auto" is "llvm" on a CPU with AVX-512, whose weights then lie as that wants them, else "xla".
         cudagraph_capture_sizes: sizes of decode buckets, in requests; None for a ladder up to max_num_seqs.
         compile_sizes: sizes of mixed buckets, in tokens; None for a ladder up to max_num_batched_tokens.

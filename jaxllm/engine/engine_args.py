@@ -133,8 +133,8 @@ class EngineArgs:
         data_parallel_routing: which engine gets a request: load (the one with the least to do) or prefix (the one that has most
             of its prompt cached, unless it has much more to do than others).
         data_parallel_backend: where engines run: mp (this machine) or ray (a Ray cluster; their number can then change).
-        attention_backend: "auto" is "mosaic" on Hopper, "triton" on Ampere and Ada, "llvm" on CPUs with AVX-512, else "reference".
-            A name is an order.
+        attention_backend: "auto" is "mosaic" on Hopper, "triton" on Ampere and Ada, "llvm" on a CPU with AVX-512, else
+            "reference". A name is an order.
         matmul_backend: "auto" is "llvm" on a CPU with AVX-512, whose weights then lie as that wants them, else "xla".
         cudagraph_capture_sizes: sizes of decode steps to compile, in requests; by default a ladder up to max_num_seqs.
         compile_sizes: sizes of mixed steps to compile, in tokens; by default a ladder up to max_num_batched_tokens.

@@ -46,7 +46,7 @@ class ModelGraph:
         )
 
     def bind(self, weights: Sequence[jax.Array]) -> Decoder:
-        """The model with these weights, one array for each of `specs` as `arrange` gives it; to be called inside a jitted function.
+        """The model with these weights, as `arrange` gives them; to be called inside a jitted function.
 
         Raises:
             ValueError: if number, shape or dtype of the weights is not that of `specs`.

@@ -71,8 +71,8 @@ def define_parallel_for(module: Module) -> Function:
     """parallel_for(frame, n, body, data): body(data, i) for each i below n, in this thread and in XLA's that have time.
 
     A thread takes the next i whenever it has done one. The calling thread works too and then waits for what others have begun,
-    never for one that has not: if all of XLA's threads are busy, or wait themselves, it does everything alone. A thread that comes
-    too late finds nothing to do; so the state lives until the last has looked at it.
+    never for one that has not: where all of XLA's threads are busy, or wait themselves, it does everything alone. A thread that
+    comes too late finds nothing to do; so the state lives until the last has looked at it.
     """
     work = _define_work(module)
     release = Function(module, "release", ["ptr"])

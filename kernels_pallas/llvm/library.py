@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -33,8 +34,8 @@ def unavailable_reason(dtype: str) -> str | None:
     """Why no kernel for numbers of this type can be compiled for this machine's processor; None if one can."""
     if dtype not in ("float32", "bfloat16"):
         return f"it computes in float32 and bfloat16, not {dtype}"
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return f"it needs an x86 processor, not {platform.machine()}"
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"it needs Linux on an x86-64 processor, not {sys.platform} on {platform.machine()}"
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed"
     import llvmlite.binding as llvm
@@ -125,8 +126,9 @@ def _write(path: Path | None, code: bytes) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code + hashlib.sha256(code).digest())
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder) / path.name
+            whole.write_bytes(code + hashlib.sha256(code).digest())
+            os.replace(whole, path)
     except OSError:
         return

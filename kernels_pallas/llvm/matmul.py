@@ -1,6 +1,6 @@
 """Products of activations with weights that lie as the registers want them.
 
-A packed weight is cut into panels of 32 columns. Within a panel the numbers of a row are neighbours, so that a row is two vectors:
+A packed weight is cut into panels of 32 columns. Within a panel the numbers of a row are neighbours, so a row is two vectors:
 
     float32   [ceil(N / 32), K, 32]
     bfloat16  [ceil(N / 32), K / 2, 32, 2]    two neighbouring rows side by side, which the processor multiplies and adds at once

@@ -9,8 +9,8 @@
     │   sums [queries, D] += weights x values, the values where they lie in their page │
     └──────────────────────────────────────────────────────────────────────────────────┘
 
-While a chunk is worked on the next one's lines are fetched: a page ends where the processor's own prefetching stops. XLA's threads
-share the units. A query's result is the same bits whatever other rows there are and however its prompt was cut.
+While a chunk is worked on the next one's lines are fetched: a page ends where the processor's own prefetching stops. XLA's
+threads share the units. A query's result is the same bits whatever other rows there are and however its prompt was cut.
 """
 
 import functools
@@ -295,7 +295,7 @@ def _define_scores(kernel: _Kernel, rows: int) -> Function:
 
 
 def _define_outputs(kernel: _Kernel, rows: int, width: int) -> Function:
-    """outputs(weights [rows, 16] of 32, values [16, D], outputs [rows, D], n): add the first n values, `width` vectors of them."""
+    """outputs(weights [rows, 16] of 32, values [16, D], outputs [rows, D], n): add n values, `width` vectors of each."""
     function = Function(kernel.module, f"outputs{rows}x{width}", ["ptr", "ptr", "ptr", "i64"])
     weights, values, outputs, count = function.arguments
     places = [[outputs.at(r * kernel.head_dim + v * LANES, "float") for v in range(width)] for r in range(rows)]
