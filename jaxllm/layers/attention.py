@@ -45,6 +45,16 @@ class AttentionMetadata:
     decode_only: bool
     plan: AttentionPlan | None = None
 
+    @property
+    def num_tokens(self) -> jax.Array:
+        """int32 [], of which the tokens from there on are padding."""
+        return rows_in_use(self.seq_lens) if self.decode_only else self.query_start_loc[-1]
+
+
+def rows_in_use(seq_lens: jax.Array) -> jax.Array:
+    """int32 [], one more than the last row that is no padding. `seq_lens` int32 [R]."""
+    return jnp.max(jnp.where(seq_lens > 0, jnp.arange(1, seq_lens.shape[0] + 1, dtype=jnp.int32), 0))
+
 
 class Attention(nnx.Module):
     """q, k, v in one product; norms and rotation; keys and values into the cache; paged attention; output product.
@@ -93,7 +103,8 @@ class Attention(nnx.Module):
         self, x: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata, cos: jax.Array, sin: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, M], kv_cache [N, 2, K, B, D], cos and sin [T, D/2] -> ([T, M], kv_cache)."""
-        q, k, v = self._split(self.qkv(x))
+        num_tokens = metadata.num_tokens
+        q, k, v = self._split(self.qkv(x, num_tokens))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
@@ -127,7 +138,7 @@ class Attention(nnx.Module):
             metadata.num_decodes,
             metadata.plan,
         )
-        return self.out(attended.reshape(x.shape[0], -1)), kv_cache
+        return self.out(attended.reshape(x.shape[0], -1), num_tokens), kv_cache
 
     def plan(self, metadata: AttentionMetadata, kv_cache: jax.Array, dtype: jnp.dtype) -> AttentionPlan | None:
         """`metadata.plan` of the layers with this one's shapes and window.

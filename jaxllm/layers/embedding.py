@@ -27,8 +27,8 @@ class Embedding(nnx.Module):
             return packed_columns(self.table[...], jnp.clip(token_ids, 0, self.vocab_size - 1))
         return jnp.take(self.table[...], token_ids, axis=0, mode="clip")
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [R, M] -> float32 [R, V]."""
+    def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+        """hidden [R, M] -> float32 [R, V]. `num_rows` as in `Linear`."""
         if self.packed:
-            return packed_matmul(hidden, self.table[...], self.vocab_size, out_dtype=jnp.float32)
+            return packed_matmul(hidden, self.table[...], self.vocab_size, num_rows=num_rows, out_dtype=jnp.float32)
         return matmul(hidden, self.table[...], transposed=True, out_dtype=jnp.float32)

@@ -71,7 +71,12 @@ class Linear(nnx.Module):
         self.out_features = out_features
         self.packed = packed
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, in] -> [T, out]."""
-        y = packed_matmul(x, self.kernel[...], self.out_features) if self.packed else matmul(x, self.kernel[...])
+    def __call__(self, x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+        """x [T, in] -> [T, out].
+
+        Args:
+            num_rows: int32 []; rows of x from there on are padding, and what becomes of them is of no interest. None for none.
+        """
+        kernel = self.kernel[...]
+        y = packed_matmul(x, kernel, self.out_features, num_rows=num_rows) if self.packed else matmul(x, kernel)
         return y if self.bias is None else y + self.bias[...]

@@ -39,10 +39,10 @@ class GatedMLP(nnx.Module):
         self.activation = activation
         self.num_stripes = num_stripes
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, M] -> [T, M]."""
-        gate_up = self.gate_up(x)
+    def __call__(self, x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+        """x [T, M] -> [T, M]. `num_rows` as in `Linear`."""
+        gate_up = self.gate_up(x, num_rows)
         stripes = gate_up.reshape(*gate_up.shape[:-1], self.num_stripes, 2, -1)
         gate, up = stripes[..., 0, :], stripes[..., 1, :]
         hidden = (ACTIVATIONS[self.activation](gate) * up).reshape(*gate_up.shape[:-1], -1)
-        return self.down(hidden)
+        return self.down(hidden, num_rows)

@@ -74,7 +74,7 @@ class DecoderLayer(nnx.Module):
         """x [T, M], kv_cache [N, 2, K, B, D], cos and sin [T, D/2] -> ([T, M], kv_cache)."""
         attended, kv_cache = self.attention(self.attention_norm(x), kv_cache, metadata, cos, sin)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), kv_cache
+        return x + self.mlp(self.mlp_norm(x), metadata.num_tokens), kv_cache
 
 
 @partial(jax.jit, static_argnums=0)
@@ -179,9 +179,13 @@ class Decoder(nnx.Module):
             x, caches[array] = _run_layer(graphdef, state, x, caches[array], metadata, cos, sin)
         return x if self.norm is None else self.norm(x), tuple(caches)
 
-    def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [R, M] -> float32 [R, V]; V with the padding of `padded_vocab_size`, whose logits are -inf."""
-        logits = (self.lm_head or self.embed).logits(hidden)
+    def compute_logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+        """hidden [R, M] -> float32 [R, V]; V with the padding of `padded_vocab_size`, whose logits are -inf.
+
+        Args:
+            num_rows: int32 []; rows from there on are padding, whose logits may be anything. None for none.
+        """
+        logits = (self.lm_head or self.embed).logits(hidden, num_rows)
         if logits.shape[1] == self.config.vocab_size:
             return logits
         return jnp.where(jnp.arange(logits.shape[1]) < self.config.vocab_size, logits, -jnp.inf)

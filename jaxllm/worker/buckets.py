@@ -35,17 +35,23 @@ FINE_DECODE_FROM, FINE_MIXED_FROM = 8, 128
 DECODE_PARTS = 2
 
 
-def ladder(first: int, last: int, fine_from: int, parts: int) -> list[int]:
+def ladder(first: int, last: int, fine_from: int, parts: int, growth: int = 2) -> list[int]:
     """Sizes from `first`, a power of two, to exactly `last`.
 
-    Each is twice the one before it up to `fine_from`; from there on the way from one power of two to the next has `parts` steps.
+    Each is `growth` times the one before it up to `fine_from`; from there on the way from one power of two to the next has
+    `parts` steps.
     """
     sizes = []
     while first < last:
         sizes.append(first)
         power = 1 << (first.bit_length() - 1)
-        first += power // parts if power >= fine_from else power
+        first += power // parts if power >= fine_from else (growth - 1) * power
     return [*sizes, last]
+
+
+def coarse_ladders(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[list[int], list[int]]:
+    """Sizes of decode and of mixed buckets where the products, nearly all of a step, leave out what is padding."""
+    return ladder(1, max_num_seqs, 16, 1, growth=4), ladder(32, max_num_batched_tokens, 128, 1, growth=4)
 
 
 class Buckets:

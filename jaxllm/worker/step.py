@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxllm.config import LogprobsMode
+from jaxllm.layers.attention import rows_in_use
 from jaxllm.models.graph import ModelGraph
 from jaxllm.sample.sampler import SamplerOutput, sample
 from jaxllm.sample.sharded import sample_sharded
@@ -98,7 +99,7 @@ def _make_compute(
             rows = lax.dynamic_slice_in_dim(batch.rows, start, size)
             seq_lens = lax.dynamic_slice_in_dim(batch.seq_lens, start, size)
             stops = lax.dynamic_slice_in_dim(batch.query_start_loc, start + 1, size)
-            logits = model.compute_logits(hidden[jnp.maximum(stops - 1, 0)])
+            logits = model.compute_logits(hidden[jnp.maximum(stops - 1, 0)], rows_in_use(seq_lens))
             # The sampled token takes the position after the row's last token.
             return run_sampler(
                 logits,

@@ -27,7 +27,7 @@ from jaxllm.trace import Trace
 from jaxllm.weights.dummy import dummy_params
 from jaxllm.weights.load import load_params
 from jaxllm.weights.source import resolve_model
-from jaxllm.worker.buckets import Buckets
+from jaxllm.worker.buckets import Buckets, coarse_ladders
 from jaxllm.worker.compile_cache import CompileCounter, enable_persistent_cache
 from jaxllm.worker.device_memory import set_memory_aside, usable_bytes
 from jaxllm.worker.device_trace import DeviceTrace
@@ -222,12 +222,14 @@ class Worker:
 
     def _make_runner(self, num_blocks: int) -> ModelRunner:
         platform, scheduler = self.devices[0].platform, self.config.scheduler
+        packed = self.config.matmul_backend == "llvm"
+        limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        decode_sizes, mixed_sizes = coarse_ladders(*limits) if packed else (None, None)
         buckets = Buckets(
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-            2 if platform == "cpu" and self.config.model.dtype != "float32" and self.config.matmul_backend == "xla" else 1,
-            self.config.cudagraph_capture_sizes,
-            self.config.compile_sizes,
+            *limits,
+            2 if platform == "cpu" and self.config.model.dtype != "float32" and not packed else 1,
+            self.config.cudagraph_capture_sizes or decode_sizes,
+            self.config.compile_sizes or mixed_sizes,
             scheduler.num_decode_steps,
             CPU_MIXED_PARTS if platform == "cpu" else 4,
         )

@@ -56,12 +56,20 @@ def packed_columns(weight: jax.Array, columns: jax.Array) -> jax.Array:
     return weight[panels, :, lanes].reshape(columns.shape[0], -1)
 
 
-def packed_matmul(x: jax.Array, weight: jax.Array, out_features: int, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def packed_matmul(
+    x: jax.Array,
+    weight: jax.Array,
+    out_features: int,
+    *,
+    num_rows: jax.Array | None = None,
+    out_dtype: jnp.dtype | None = None,
+) -> jax.Array:
     """x [T, in] times a packed weight [in, out] -> [T, out], summed in float32.
 
     Args:
         x: float32 or bfloat16, as the weight.
         out_features: out, without what fills up the last panel.
+        num_rows: int32 []; rows of x from there on are padding, whose products are zeros and cost nothing. None for none.
         out_dtype: that of x (also None) or float32.
 
     Raises:
@@ -77,7 +85,8 @@ def packed_matmul(x: jax.Array, weight: jax.Array, out_features: int, *, out_dty
     if out_dtype not in (x.dtype, jnp.float32):
         raise ValueError(f"out_dtype must be {dtype} or float32, got {out_dtype}")
     target = register_matmul(dtype, out_dtype.name)
-    return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((x.shape[0], out_features), out_dtype))(x, weight)
+    num_rows = jnp.int32(x.shape[0]) if num_rows is None else num_rows
+    return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((x.shape[0], out_features), out_dtype))(x, weight, num_rows)
 
 
 def register_matmul(dtype: str, out_dtype: str) -> str:
@@ -101,8 +110,12 @@ def _write_matmul(module: Module, name: str, *, pairs: bool, rounded: bool) -> N
     unit = _define_unit(module, tiles, pairs, rounded)
 
     def write(call: Function, frame: Value, operands: Sequence[Buffer], result: Buffer) -> None:
-        x, weight = operands
-        rows, columns = x.dim(0), result.dim(1)
+        x, weight, num_rows = operands
+        columns = result.dim(1)
+        rows = call.minimum(call.maximum(num_rows.data.field(0, "i32").widened(), 0), x.dim(0))
+        row_bytes = columns * (2 if rounded else 4)
+        padding = result.data.at(rows * row_bytes, "i8")
+        call.call("memset", [padding, call.constant(0, "i32"), (x.dim(0) - rows) * row_bytes], "ptr")
         steps = x.dim(1) // 2 if pairs else x.dim(1)
         blocks = (rows + (_UNIT_ROWS - 1)) // _UNIT_ROWS
         panels = (columns + (PANEL - 1)) // PANEL
@@ -110,7 +123,7 @@ def _write_matmul(module: Module, name: str, *, pairs: bool, rounded: bool) -> N
         call.store_fields(data, [x.data, weight.data, result.data, rows, columns, steps, blocks])
         call.call(parallel_for, [frame, panels * blocks, call.address_of(unit), data])
 
-    define_call(module, name, 2, write)
+    define_call(module, name, 3, write)
 
 
 def _define_tile(module: Module, rows: int, pairs: bool, rounded: bool) -> Function:
