@@ -58,43 +58,60 @@ def register(name: str, write: Callable[[Module, str], None]) -> str:
         The name to call it by. It depends on the kernel's code, so a program never finds another one under it.
     """
     with _lock:
-        return _register(name, write)
+        target, compiled = _register(name, write)
+        # A folder that was named since then lacks it.
+        _write(_path_of(target), compiled)
+        return target
 
 
 @functools.cache
-def _register(name: str, write: Callable[[Module, str], None]) -> str:
+def _register(name: str, write: Callable[[Module, str], None]) -> tuple[str, bytes]:
+    """The name to call it by, and its machine code."""
+    import llvmlite.binding as llvm
+
     module = Module()
     write(module, "call")
     text = str(module)
     target = f"jaxllm_{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    engine = _compile(text, target)
+    machine = _machine()
+    compiled = _read(_path_of(target))
+    if compiled is None:
+        compiled = machine.emit_object(_optimized(text, machine))
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(compiled))
+    engine.finalize_object()
     _engines.append(engine)
     jax.ffi.register_ffi_target(target, capsule(engine.get_function_address("call")), platform="cpu")
-    return target
+    return target, compiled
 
 
-def _compile(text: str, target: str) -> Any:
-    import llvmlite
+def _processor() -> tuple[str, str, str]:
+    """What code is compiled for: system, processor, features."""
+    import llvmlite.binding as llvm
+
+    # LLVM avoids the widest registers on some processors, for the clock's sake; here everything is in them.
+    features = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"
+    return llvm.get_process_triple(), llvm.get_host_cpu_name(), features
+
+
+def _machine() -> Any:
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    triple, cpu = llvm.get_process_triple(), llvm.get_host_cpu_name()
-    # LLVM avoids the widest registers on some processors, for the clock's sake; here everything is in them.
-    features = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"
-    machine = llvm.Target.from_triple(triple).create_target_machine(
-        cpu=cpu, features=features, opt=3, jit=True, codemodel="jitdefault"
-    )
-    kind = hashlib.sha256(f"{triple} {cpu} {features} {llvmlite.__version__}".encode()).hexdigest()[:16]
-    path = None if _directory is None else _directory / f"{target}_{kind}.o"
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    compiled = _read(path)
-    if compiled is None:
-        compiled = machine.emit_object(_optimized(text, machine))
-        _write(path, compiled)
-    engine.add_object_file(llvm.ObjectFileRef.from_data(compiled))
-    engine.finalize_object()
-    return engine
+    triple, cpu, features = _processor()
+    target = llvm.Target.from_triple(triple)
+    return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True, codemodel="jitdefault")
+
+
+def _path_of(target: str) -> Path | None:
+    """Where a kernel's machine code is kept; None for nowhere."""
+    if _directory is None:
+        return None
+    import llvmlite
+
+    kind = hashlib.sha256(" ".join((*_processor(), llvmlite.__version__)).encode()).hexdigest()[:16]
+    return _directory / f"{target}_{kind}.o"
 
 
 def _optimized(text: str, machine: Any) -> Any:
@@ -122,7 +139,7 @@ def _read(path: Path | None) -> bytes | None:
 
 def _write(path: Path | None, code: bytes) -> None:
     """Keep it for the next time, whole or not at all. A folder that cannot be written to is not worth an error."""
-    if path is None:
+    if path is None or _read(path) == code:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
