@@ -1,8 +1,10 @@
-"""`python -m jaxllm.build`: compile every step of an engine for the devices of this machine, into a folder to ship.
+"""`python -m jaxllm.build`: compile every step of an engine into a folder to ship, for the devices of this machine or for a GPU
+that is not here (`--device h200`).
 
-An engine that is started with `--compiled-dir` and the same arguments, on a machine of the same kind, compiles nothing.
+An engine that is started with `--compiled-dir` and the same arguments, on a machine of the same kind, compiles no step.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +15,13 @@ from jaxllm.engine.engine_args import EngineArgs, detect_platform
 from jaxllm.worker.manifest import write_manifest
 
 
-def build(args: EngineArgs, out: str) -> Path:
+def build(args: EngineArgs, out: str, device: str | None = None) -> Path:
     """Compile every step.
 
     Args:
         out: a folder that is empty or does not exist.
+        device: a GPU model by the name that `python -m jaxllm.plan` has for it, of which none need be here; None for the devices
+            of this machine.
 
     Returns:
         The file that says what the programs were built for.
@@ -30,6 +34,8 @@ def build(args: EngineArgs, out: str) -> Path:
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--out must be an empty folder or a new one, got {out!r}")
+    if device is not None:
+        return _build_for(args, folder.absolute(), device)
     from kernels_pallas.paged_attention import INTERPRETED_ON_CPU  # imports jax
 
     if args.attention_backend in INTERPRETED_ON_CPU and detect_platform() == "cpu":
@@ -55,14 +61,40 @@ def build(args: EngineArgs, out: str) -> Path:
     return write_manifest(folder, facts, num_blocks)
 
 
+def _build_for(args: EngineArgs, folder: Path, device: str) -> Path:
+    """Compile every step for a GPU model."""
+    # Nothing runs on a device, and a CUDA plugin without a GPU is no backend.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from jaxllm.plan.abstract_worker import AbstractWorker
+    from kernels_pallas.aot import TARGETS, unavailable_reason
+
+    if device not in TARGETS:
+        raise ValueError(f"--device must be one of {', '.join(TARGETS)}, got {device!r}")
+    if (reason := unavailable_reason()) is not None:
+        raise ValueError(reason)
+    target = TARGETS[device]
+    config = replace(args.create_engine_config("server", target.device_kind), compilation_cache_dir=str(folder))
+    if config.parallel.num_devices > config.parallel.tensor_parallel_size:
+        raise ValueError(
+            f"programs are built for one process without a pipeline, got pipeline_parallel_size {args.pipeline_parallel_size}"
+        )
+    worker = AbstractWorker(config, target)
+    worker.init_device()
+    worker.build_model()
+    num_blocks = worker.determine_available_memory().num_blocks
+    worker.runner.compile_all(config.use_tqdm_on_load)
+    return write_manifest(folder, worker.built_for(), num_blocks)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code. A caller's mistake is one line on standard error and the code 2."""
     parser = ArgumentParser(prog="python -m jaxllm.build", description=(__doc__ or "").strip())
     parser.add_argument("--out", required=True, metavar="DIR", help="an empty folder or a new one")
+    parser.add_argument("--device", metavar="X", help="h200, h100, a100 or b200; by default the devices of this machine")
     add_engine_args(parser)
     args = parser.parse_args(argv)
     try:
-        print(build(engine_args_of(args), args.out))
+        print(build(engine_args_of(args), args.out, args.device))
     except ValueError as error:
         print(f"python -m jaxllm.build: error: {error}", file=sys.stderr)
         return 2

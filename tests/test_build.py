@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_named(model: str, built: Path, change: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "name", ["jax", "jaxlib", "driver", "devices", "mesh", "process", "compiler options", "version of jaxllm"]
+    "name", ["jax", "jaxlib", "backend", "devices", "mesh", "process", "compiler options", "version of jaxllm"]
 )
 def test_another_machine_or_version_is_refused(model: str, built: Path, tmp_path: Path, name: str) -> None:
     manifest = json.loads((built / "manifest.json").read_text())

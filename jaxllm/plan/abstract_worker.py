@@ -1,6 +1,8 @@
 """A worker without devices and weights: the engine's own start, as far as it goes on shapes alone."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 
@@ -8,9 +10,9 @@ from jaxllm.config import EngineConfig
 from jaxllm.worker.buckets import Bucket
 from jaxllm.worker.compile_cache import CompileCounter
 from jaxllm.worker.model_runner import ModelRunner
-from jaxllm.worker.program_cache import step_options
+from jaxllm.worker.program_cache import ProgramCache, step_options
 from jaxllm.worker.worker import Worker
-from kernels_pallas.aot import Program, Target, compile_for_device, devices, lowering_on
+from kernels_pallas.aot import Program, Target, compile_for_device, devices, lowering_on, without_persistent_cache
 from sharding.mesh import make_mesh
 
 
@@ -28,16 +30,36 @@ class _ProgramReader:
         return self.programs[key].compiled
 
 
+class _DevicelessCache(ProgramCache):
+    """Keeps programs that are compiled here for devices that are not, and cannot be loaded here."""
+
+    def __init__(self, mesh: jax.sharding.Mesh, like: ProgramCache) -> None:
+        vars(self).update(vars(like))
+        self._mesh = mesh
+
+    def get(self, name: str, key: Bucket, lower: Callable[[str], jax.stages.Lowered]) -> jax.stages.Compiled:
+        def lower_for_devices(program: str) -> jax.stages.Lowered:
+            with lowering_on(self._mesh):
+                return lower(program)
+
+        with without_persistent_cache():
+            return super().get(name, key, lower_for_devices)
+
+    def _load(self, path: Path) -> None:
+        return None
+
+
 class AbstractWorker(Worker):
     """Goes through `init_device`, `load_model` and `determine_available_memory` as a Worker does; cannot run a step.
 
     Args:
+        config: with `compilation_cache_dir`, compiled steps are kept there, and nothing can be read from them.
         target: the GPU model; there are as many devices of it as the configuration asks for.
         kernels: also read registers, spills and shared memory of each kernel.
     """
 
     def __init__(self, config: EngineConfig, target: Target, kernels: bool = False) -> None:
-        super().__init__(replace(config, compilation_cache_dir=None, compiled_dir=None))
+        super().__init__(replace(config, compiled_dir=None))
         self.target = target
         self._with_kernels = kernels
 
@@ -71,7 +93,10 @@ class AbstractWorker(Worker):
 
     def _make_runner(self, num_blocks: int) -> ModelRunner:
         runner = super()._make_runner(num_blocks)
-        runner.program_cache = _ProgramReader(self.mesh, self._with_kernels)
+        if self.config.compilation_cache_dir is None:
+            runner.program_cache = _ProgramReader(self.mesh, self._with_kernels)
+        else:
+            runner.program_cache = _DevicelessCache(self.mesh, runner.program_cache)
         return runner
 
     def _memory_budget(self) -> int:

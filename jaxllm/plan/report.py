@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxllm.config import EngineConfig
@@ -35,7 +36,7 @@ def make_plan(
     Raises:
         ValueError: if the model does not fit, or cannot be shared by so many devices.
     """
-    worker = AbstractWorker(config, target, kernels)
+    worker = AbstractWorker(replace(config, compilation_cache_dir=None), target, kernels)
     worker.init_device()
     worker.load_model()
     kv_cache = worker.determine_available_memory()

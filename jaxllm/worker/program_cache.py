@@ -7,6 +7,7 @@ depends on goes into its name, the source code included, so a program that does 
 import ctypes
 import fcntl
 import hashlib
+import importlib.metadata
 import logging
 import os
 import pickle
@@ -86,6 +87,14 @@ def _host() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
+def _backend_version(client: Any) -> str:
+    """Of what compiles. On a GPU it is a package, which is there too where a program is compiled for a GPU that is not."""
+    if client.platform == "cpu":
+        return client.platform_version
+    plugins = [package for package in importlib.metadata.distributions() if (package.name or "").endswith("-plugin")]
+    return ", ".join(sorted(f"{plugin.name} {plugin.version}" for plugin in plugins if plugin.name.startswith("jax-cuda")))
+
+
 def trim_heap() -> None:
     """Give the system what the C library's heap keeps of freed memory, where it can (glibc).
 
@@ -149,7 +158,7 @@ class ProgramCache:
             "jax": jax.__version__,
             "jaxlib": jaxlib.version.__version__,
             "Python": platform.python_version(),
-            "driver": client.platform_version,
+            "backend": _backend_version(client),
             "devices": [(device.platform, device.device_kind, device.id) for device in devices],
             "processor features": _host() if client.platform == "cpu" else "",
             "XLA flags": (os.environ.get("XLA_FLAGS"), jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64),

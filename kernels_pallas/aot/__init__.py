@@ -13,7 +13,14 @@ products (XLA takes its own cost model's choice) and cuDNN's plans.
 Needs jax's CUDA plugin and NVIDIA's compiler, but neither a GPU nor the rest of CUDA: the extra `aot`.
 """
 
-from kernels_pallas.aot.compile import Program, compile_for_device, devices, lowering_on, unavailable_reason
+from kernels_pallas.aot.compile import (
+    Program,
+    compile_for_device,
+    devices,
+    lowering_on,
+    unavailable_reason,
+    without_persistent_cache,
+)
 from kernels_pallas.aot.hlo import Collective, Copy, Hlo
 from kernels_pallas.aot.kernels import KernelResources
 from kernels_pallas.aot.targets import TARGETS, Target
@@ -32,4 +39,5 @@ __all__ = [
     "devices",
     "lowering_on",
     "unavailable_reason",
+    "without_persistent_cache",
 ]

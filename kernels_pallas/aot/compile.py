@@ -88,7 +88,7 @@ def compile_for_device(
     Raises:
         RuntimeError: if the program does not compile.
     """
-    with _without_cache(), tempfile.TemporaryDirectory(prefix="jaxllm-aot-") as folder:
+    with without_persistent_cache(), tempfile.TemporaryDirectory(prefix="jaxllm-aot-") as folder:
         dump = {"xla_dump_to": folder, **({"xla_dump_emitter_re": "ptx"} if kernels else {})}
         start = time.monotonic()
         if kernels:
@@ -121,7 +121,7 @@ _uncached = _Uncached()
 
 
 @contextmanager
-def _without_cache() -> Iterator[None]:
+def without_persistent_cache() -> Iterator[None]:
     """jax would keep the program, and fail to load it the next time, since there is no device."""
     with _uncached.lock:
         if _uncached.depth == 0:
