@@ -75,6 +75,8 @@ def packed_matmul(
     Raises:
         ValueError: if the shapes or types do not fit, or this machine cannot run it.
     """
+    if x.ndim != 2:
+        raise ValueError(f"x must be [T, in], got {x.shape}")
     in_features, dtype = x.shape[1], x.dtype.name
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if (refusal := packing_refusal(in_features, dtype)) is not None:
