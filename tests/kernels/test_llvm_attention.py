@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import mmap
 import os
 import subprocess
 import sys
@@ -13,9 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attention_spec import Case, attention_spec, case_of
+from foreign_frame import Pool
 
 from kernels_pallas.llvm.library import unavailable_reason
-from kernels_pallas.llvm.paged_attention import llvm_refusal
+from kernels_pallas.llvm.paged_attention import llvm_refusal, register_paged_attention
 from kernels_pallas.paged_attention import paged_attention
 
 pytestmark = pytest.mark.skipif(unavailable_reason("float32") is not None, reason=str(unavailable_reason("float32")))
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.skipif(unavailable_reason("float32") is not None, reaso
 needs_bfloat16 = pytest.mark.skipif(unavailable_reason("bfloat16") is not None, reason=str(unavailable_reason("bfloat16")))
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES = [np.float32, pytest.param(BFLOAT16, marks=needs_bfloat16)]
+NO_RESERVE = 0x4000  # mmap.MAP_NORESERVE in Python 3.13
 TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2}
 
 
@@ -271,6 +274,25 @@ def test_a_batch_of_no_tokens():
     arrays = [np.zeros((2, 3), np.int32), np.zeros(2, np.int32), np.zeros(3, np.int32), np.int32(0)]
     run = jitted(scale=1.0, decode_only=False)
     assert run(np.zeros((0, 4, 32), np.float32), np.zeros((4, 2, 2, 16, 32), np.float32), *arrays).shape == (0, 4, 32)
+
+
+@needs_bfloat16
+def test_a_cache_of_more_than_2_to_the_32_bytes():
+    """Of memory that is not there until it is written."""
+    case = case_of([(40, 1), (33, 20)], (16, 4, 2, 32), BFLOAT16)
+    block_bytes = case.kv_cache[0].nbytes
+    num_blocks = 5 * 2**30 // block_bytes
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    memory = mmap.mmap(-1, num_blocks * block_bytes, flags=flags)
+    cache = np.frombuffer(memory, BFLOAT16).reshape(num_blocks, *case.kv_cache.shape[1:])
+    table = np.linspace(0, num_blocks - 1, len(case.kv_cache)).astype(np.int32)
+    cache[table] = case.kv_cache
+    tables = table[np.clip(case.block_tables, 0, len(table) - 1)]
+    numbers = [np.full(4, -np.inf, np.float32), np.array([32**-0.5, 0], np.float32), np.zeros(2, np.int32)]
+    result = np.empty_like(case.q)
+    operands = [case.q, cache, tables, case.seq_lens, case.query_start_loc, *numbers]
+    Pool(1).call(register_paged_attention("bfloat16", 32), operands, result)
+    np.testing.assert_array_equal(result, attend(case))
 
 
 def test_no_memory_is_touched_but_the_arrays():
