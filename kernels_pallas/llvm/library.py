@@ -21,6 +21,7 @@ _NEEDED = ("avx512f", "avx512dq", "avx512bw", "avx512vl")
 _lock = threading.Lock()
 _kernels: dict[str, tuple[Any, bytes]] = {}  # that are registered, by target: what holds them, and their machine code
 _directory: Path | None = None
+_offered: set[tuple[str, Path | None]] = set()  # kernels, and the folders that were to keep them
 
 
 def keep_compiled_in(directory: str | None) -> None:
@@ -60,7 +61,9 @@ def register(name: str, write: Callable[[Module, str], None]) -> str:
     with _lock:
         target, compiled = _register(name, write)
         # A folder that was named since then lacks it.
-        _write(_path_of(target), compiled)
+        if (target, _directory) not in _offered:
+            _offered.add((target, _directory))
+            _write(_path_of(target), compiled)
         return target
 
 

@@ -48,7 +48,7 @@ LLVM = pytest.mark.skipif(llvm_unavailable_reason("bfloat16") is not None, reaso
     ("backend", "kv_cache_dtype"),
     [
         ("mosaic", "auto"),
-        pytest.param("llvm", "auto", marks=LLVM),
+        pytest.param("llvm", "auto", marks=[pytest.mark.slow, LLVM]),
         pytest.param("mosaic", "fp8", marks=pytest.mark.slow),
         pytest.param("triton", "auto", marks=TRITON),
         pytest.param("triton", "fp8", marks=TRITON),

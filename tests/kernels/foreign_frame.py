@@ -91,7 +91,7 @@ class Pool:
         frame.api = ctypes.addressof(self.api)
         frame.args.size, frame.args.args = len(operands), ctypes.addressof(operand_pointers)
         frame.rets.size, frame.rets.rets = 1, ctypes.addressof(result_pointers)
-        function = _Api(library._engines[target].get_function_address("call"))
+        function = _Api(library._kernels[target][0].get_function_address("call"))
         assert function(ctypes.addressof(frame)) is None
 
     def _buffer(self, array):

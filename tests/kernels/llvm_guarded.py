@@ -40,8 +40,11 @@ def products(dtype):
     for rows, columns, at_end in itertools.product((1, 13, 14, 15, 29), (1, 16, 31, 33, 64), (False, True)):
         x, weight = np.ones((rows, 6), dtype), np.ones((6, columns), dtype)
         target = register_matmul(np.dtype(dtype).name, np.dtype(dtype).name)
-        found = run(target, [x, np.asarray(pack(jnp.asarray(weight)))], (rows, columns), dtype, at_end)
-        np.testing.assert_array_equal(found, np.full((rows, columns), 6))
+        for num_rows in (rows, rows - 1, 0):
+            found = run(
+                target, [x, np.asarray(pack(jnp.asarray(weight))), np.array(num_rows, np.int32)], (rows, columns), dtype, at_end
+            )
+            np.testing.assert_array_equal(found, np.where(np.arange(rows) < num_rows, 6, 0)[:, None].repeat(columns, axis=1))
 
 
 def attentions(dtype):

@@ -45,33 +45,37 @@ def text_of(number):
     return f"define i64 @call() {{ ret i64 {number} }}"
 
 
-def value_of(engine):
+def compile_and_keep(number, target="some"):
+    """What its function gives."""
+    compiled = library._compiled(text_of(number), target)
+    library._write(library._path_of(target), compiled)
+    engine = library._loaded(compiled)
     return ctypes.CFUNCTYPE(ctypes.c_int64)(engine.get_function_address("call"))()
 
 
 def test_what_was_compiled_is_read_and_not_compiled_again(folder, compiled):
-    assert value_of(library._compile(text_of(5), "five")) == 5
+    assert compile_and_keep(5, "five") == 5
     (file,) = folder.iterdir()
     assert (file.name.startswith("five_"), file.suffix) == (True, ".o")
     content = file.read_bytes()
-    assert value_of(library._compile(text_of(5), "five")) == 5
-    assert value_of(library._compile(text_of(6), "six")) == 6
+    assert compile_and_keep(5, "five") == 5
+    assert compile_and_keep(6, "six") == 6
     assert compiled == [text_of(5), text_of(6)]
     assert file.read_bytes() == content
 
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "changed", "of another time"])
 def test_a_damaged_file_is_compiled_anew_and_replaced(folder, compiled, damage):
-    library._compile(text_of(5), "five")
+    compile_and_keep(5, "five")
     (file,) = folder.iterdir()
     content = file.read_bytes()
     changed = bytearray(content)
     changed[len(content) // 2] ^= 1
     file.write_bytes({"empty": b"", "truncated": content[:-1], "changed": bytes(changed)}.get(damage, b"x" * 100))
-    assert value_of(library._compile(text_of(5), "five")) == 5
+    assert compile_and_keep(5, "five") == 5
     assert len(compiled) == 2
     (file,) = folder.iterdir()
-    library._compile(text_of(5), "five")
+    compile_and_keep(5, "five")
     assert len(compiled) == 2
 
 
@@ -79,16 +83,16 @@ def test_a_folder_that_cannot_be_used_is_no_error(tmp_path, monkeypatch, compile
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
         monkeypatch.setattr(library, "_directory", place)
-        assert value_of(library._compile(text_of(5), "five")) == 5
+        assert compile_and_keep(5, "five") == 5
     assert len(compiled) == 3
 
 
 def test_a_folder_in_the_place_of_the_file_is_no_error(folder, compiled):
-    library._compile(text_of(5), "five")
+    compile_and_keep(5, "five")
     (file,) = folder.iterdir()
     file.unlink()
     (file / "inside").mkdir(parents=True)
-    assert value_of(library._compile(text_of(5), "five")) == 5
+    assert compile_and_keep(5, "five") == 5
     assert [path.name for path in folder.iterdir()] == [file.name]
 
 
@@ -97,8 +101,8 @@ def test_nothing_is_kept_without_a_folder(monkeypatch, tmp_path, compiled):
     monkeypatch.setattr(library, "_directory", None)
     keep_compiled_in(str(tmp_path / "kept"))
     keep_compiled_in(None)
-    library._compile(text_of(5), "five")
-    library._compile(text_of(5), "five")
+    compile_and_keep(5, "five")
+    compile_and_keep(5, "five")
     assert len(compiled) == 2
     assert list(tmp_path.iterdir()) == []
 
@@ -106,7 +110,7 @@ def test_nothing_is_kept_without_a_folder(monkeypatch, tmp_path, compiled):
 def test_a_text_that_llvm_refuses_says_where(monkeypatch):
     monkeypatch.setattr(library, "_directory", None)
     with pytest.raises(RuntimeError, match=r"parsing error\n.*expected instruction opcode"):
-        library._compile("define void @call() { nonsense }", "nonsense")
+        library._compiled("define void @call() { nonsense }", "nonsense")
 
 
 def write_constant(module, name, number):
@@ -131,6 +135,21 @@ def test_threads_that_register_a_kernel_at_once_compile_it_once(compiled):
     assert target.startswith("jaxllm_constant_")
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((1,), jnp.int32))
     assert jax.jit(lambda: call())().tolist() == [41]
+
+
+def test_a_folder_that_is_named_later_gets_the_kernel(folder, compiled):
+    def write(module, name):
+        write_constant(module, name, 42)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_directory", None)
+        target = register("constant", write)
+    assert not folder.exists()
+    assert register("constant", write) == target
+    (file,) = folder.iterdir()
+    assert file.name.startswith(target)
+    assert library._compiled("what is kept already", target) == library._kernels[target][1]
+    assert len(compiled) == 1
 
 
 def test_a_name_depends_on_the_code():

@@ -96,10 +96,29 @@ def test_nothing_is_written_but_the_result(shape, dtype, out_dtype):
     x, weight = random((shape[0], 6), dtype), random((6, shape[1]), dtype, 1)
     around = np.full(300 + np.prod(shape) + 300, 7, jnp.dtype(out_dtype))
     result = around[300:-300].reshape(shape)
-    Pool(1).call(register_matmul(dtype, out_dtype), [x, np.asarray(pack(jnp.asarray(weight)))], result)
-    np.testing.assert_array_equal(result, product(x, pack(jnp.asarray(weight)), shape[1], out_dtype))
-    assert (around[:300] == 7).all()
-    assert (around[-300:] == 7).all()
+    for num_rows in (shape[0], shape[0] - 1):
+        operands = [x, np.asarray(pack(jnp.asarray(weight))), np.array(num_rows, np.int32)]
+        Pool(1).call(register_matmul(dtype, out_dtype), operands, result)
+        expected = np.asarray(product(x, pack(jnp.asarray(weight)), shape[1], out_dtype)).copy()
+        expected[num_rows:] = 0
+        np.testing.assert_array_equal(result, expected)
+        assert (around[:300] == 7).all()
+        assert (around[-300:] == 7).all()
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), TYPES)
+def test_rows_that_are_padding_give_zeros(dtype, out_dtype):
+    """Whatever they hold; the others are the same bits as without them."""
+    x, weight = random((200, 6), dtype), pack(jnp.asarray(random((6, 40), dtype, 1)))
+    whole = np.asarray(product(x, weight, 40, out_dtype))
+    run = jax.jit(lambda x, n: packed_matmul(x, weight, 40, num_rows=n, out_dtype=out_dtype))
+    for num_rows in (0, 1, 13, 14, 168, 169, 199, 200, 201, 2**31 - 1, -1):
+        used = min(max(num_rows, 0), 200)
+        x[used:] = np.nan
+        found = np.asarray(run(x, np.int32(num_rows)))
+        assert found[:used].tobytes() == whole[:used].tobytes()
+        np.testing.assert_array_equal(found[used:], np.zeros((200 - used, 40)))
+        x = random((200, 6), dtype)
 
 
 @pytest.mark.parametrize(("dtype", "out_dtype"), TYPES)
@@ -209,6 +228,8 @@ def array(*shape, dtype="float32"):
         (array(5, 4), array(2, 4, 32), {"out_dtype": jnp.bfloat16}, "out_dtype must be float32 or float32, got bfloat16"),
         (array(5, 4), array(2, 4, 32), {"out_dtype": jnp.int32}, "out_dtype must be .*, got int32"),
         (array(5, 4, dtype="float16"), array(2, 4, 32), {}, "used here: it computes in float32 and bfloat16, not float16"),
+        (array(5, 4), array(2, 4, 32), {"num_rows": np.float32(3)}, r"num_rows must be int32 \(\), got float32 \(\)"),
+        (array(5, 4), array(2, 4, 32), {"num_rows": np.zeros(1, np.int32)}, r"num_rows must be int32 \(\), got int32 \(1,\)"),
         (array(4), array(2, 4, 32), {}, r"x must be \[T, in\], got \(4,\)"),
         (array(2, 5, 4), array(2, 4, 32), {}, r"x must be \[T, in\], got \(2, 5, 4\)"),
     ],
