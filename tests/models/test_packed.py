@@ -52,7 +52,9 @@ def test_logits_are_those_of_a_model_that_is_not_packed(dtype, tolerance, tied):
     for packed in (True, False):
         runner = Runner(config, tensors, dtype=dtype, packed=packed, attention_backend="llvm")
         assert (runner.weights[0].shape == (50, 24)) is not packed
-        logits = [runner.logits(runner.run(chunks, decode_only=decode_only)) for chunks, decode_only in steps]
+        hidden = [runner.run(chunks, decode_only=decode_only) for chunks, decode_only in steps]
+        # After the two rows of the last step there is padding.
+        logits = [runner.logits(part) for part in (*hidden[:2], hidden[2][:2])]
         found.append(np.concatenate(logits, dtype=np.float32))
     assert found[0].dtype == np.float32
     np.testing.assert_allclose(found[0], found[1], atol=tolerance * np.abs(found[1]).max(), rtol=0)
