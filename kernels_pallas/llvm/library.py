@@ -19,8 +19,9 @@ from kernels_pallas.llvm.foreign_call import capsule
 
 _NEEDED = ("avx512f", "avx512dq", "avx512bw", "avx512vl")
 _lock = threading.Lock()
-_engines: list[Any] = []  # hold the code that is registered
+_kernels: dict[str, tuple[Any, bytes]] = {}  # that are registered, by target: what holds them, and their machine code
 _directory: Path | None = None
+_offered: set[tuple[str, Path | None]] = set()  # kernels, and the folders that were to keep them
 
 
 def keep_compiled_in(directory: str | None) -> None:
@@ -60,29 +61,45 @@ def register(name: str, write: Callable[[Module, str], None]) -> str:
     with _lock:
         target, compiled = _register(name, write)
         # A folder that was named since then lacks it.
-        _write(_path_of(target), compiled)
+        if (target, _directory) not in _offered:
+            _offered.add((target, _directory))
+            _write(_path_of(target), compiled)
         return target
 
 
 @functools.cache
 def _register(name: str, write: Callable[[Module, str], None]) -> tuple[str, bytes]:
     """The name to call it by, and its machine code."""
-    import llvmlite.binding as llvm
-
     module = Module()
     write(module, "call")
     text = str(module)
     target = f"jaxllm_{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    machine = _machine()
+    # XLA takes a name once, and threads that begin together can come with two writers of the same text.
+    if target not in _kernels:
+        compiled = _compiled(text, target)
+        engine = _loaded(compiled)
+        jax.ffi.register_ffi_target(target, capsule(engine.get_function_address("call")), platform="cpu")
+        _kernels[target] = engine, compiled
+    return target, _kernels[target][1]
+
+
+def _compiled(text: str, target: str) -> bytes:
+    """Machine code, that of an earlier run if it was kept."""
     compiled = _read(_path_of(target))
     if compiled is None:
+        machine = _machine()
         compiled = machine.emit_object(_optimized(text, machine))
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    return compiled
+
+
+def _loaded(compiled: bytes) -> Any:
+    """An engine, which holds the code as long as it lives."""
+    import llvmlite.binding as llvm
+
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(compiled))
     engine.finalize_object()
-    _engines.append(engine)
-    jax.ffi.register_ffi_target(target, capsule(engine.get_function_address("call")), platform="cpu")
-    return target, compiled
+    return engine
 
 
 def _processor() -> tuple[str, str, str]:

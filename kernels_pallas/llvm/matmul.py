@@ -75,6 +75,8 @@ def packed_matmul(
     Raises:
         ValueError: if the shapes or types do not fit, or this machine cannot run it.
     """
+    if x.ndim != 2:
+        raise ValueError(f"x must be [T, in], got {x.shape}")
     in_features, dtype = x.shape[1], x.dtype.name
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if (refusal := packing_refusal(in_features, dtype)) is not None:
@@ -86,6 +88,8 @@ def packed_matmul(
         raise ValueError(f"out_dtype must be {dtype} or float32, got {out_dtype}")
     target = register_matmul(dtype, out_dtype.name)
     num_rows = jnp.int32(x.shape[0]) if num_rows is None else num_rows
+    if num_rows.shape != () or num_rows.dtype != jnp.int32:
+        raise ValueError(f"num_rows must be int32 (), got {num_rows.dtype} {num_rows.shape}")
     return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((x.shape[0], out_features), out_dtype))(x, weight, num_rows)
 
 

@@ -31,7 +31,7 @@ _QUERY_ROWS = 48
 # Sums that stay in registers: scores of so many query rows with a chunk, and outputs of so many with 4 vectors of their width.
 _SCORE_ROWS, _OUTPUT_ROWS, _OUTPUT_VECTORS = 12, 6, 4
 _LOG2_E = math.log2(math.e)
-_NOTHING = -1e30  # below every score
+_NOTHING = -3e38  # below every score
 _CACHE_LINE = 64
 
 
@@ -397,19 +397,28 @@ def _define_weights(kernel: _Kernel) -> Function:
 
 
 def _exp2(exponent: Value) -> Value:
-    """2 to the exponent, at most 0, to 2e-7 of its value; 2^-126 from there down. Taylor's series on [-1/2, 1/2]."""
+    """2 to the exponent, at most 0, to 2e-7 of its value; 0 below 2^-126, and NaN of NaN."""
+    power, scale = _exp2_parts(exponent)
+    return exponent.function.math("fma", power, scale, scale)
+
+
+def _exp2_parts(exponent: Value) -> tuple[Value, Value]:
+    """2^rest - 1 and 2^whole, with whole + rest the exponent. Taylor's series on [-1/2, 1/2]."""
     function = exponent.function
-    exponent = function.maximum(exponent, -126)
-    whole = function.math("rint", exponent)
-    rest = exponent - whole
-    coefficients = [math.log(2) ** n / math.factorial(n) for n in range(8)]
+    lowest = function.constant(-127, FLOATS)  # which stands for 0
+    # The maximum with NaN is what comes second.
+    whole = function.math("rint", function.maximum(exponent, lowest))
+    rest = function.maximum(lowest, exponent) - whole
+    coefficients = [math.log(2) ** n / math.factorial(n) for n in range(1, 8)]
     power = function.constant(coefficients.pop(), FLOATS)
     for coefficient in reversed(coefficients):
         power = function.math("fma", power, rest, function.constant(coefficient, FLOATS))
-    return (power.cast(INTS) + (whole.cast(INTS, "fptosi") << 23)).cast(FLOATS)
+    return power * rest, ((whole.cast(INTS, "fptosi") + 127) << 23).cast(FLOATS)
 
 
 def _tanh(value: Value) -> Value:
-    """(1 - e) / (1 + e) with e = exp(-2 |x|), and the sign of x."""
-    e = _exp2(value.function.math("fabs", value) * (-2 * _LOG2_E))
-    return value.function.math("copysign", (1.0 - e) / (e + 1.0), value)
+    """(1 - e) / (1 + e) with e = exp(-2 |x|), and the sign of x. e - 1 is not taken from e, which near 0 would leave few bits."""
+    function = value.function
+    power, scale = _exp2_parts(function.math("fabs", value) * (-2 * _LOG2_E))
+    less = function.math("fma", power, scale, scale - 1)
+    return function.math("copysign", less / (less + 2), value)

@@ -1,10 +1,11 @@
-"""The engine with the GPU's kernels in the interpreter gives what it gives with the reference."""
+"""The engine with the GPU's kernels in the interpreter, and with the CPU's, gives what it gives with the reference."""
 
 import json
 
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from kernels_pallas.llvm.library import unavailable_reason as llvm_unavailable_reason
 from kernels_pallas.triton_call import unavailable_reason
 
 CONFIG = {
@@ -40,12 +41,14 @@ def generate(folder, backend, kv_cache_dtype="auto"):
 
 
 TRITON = [pytest.mark.slow, pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))]
+LLVM = pytest.mark.skipif(llvm_unavailable_reason("bfloat16") is not None, reason=str(llvm_unavailable_reason("bfloat16")))
 
 
 @pytest.mark.parametrize(
     ("backend", "kv_cache_dtype"),
     [
         ("mosaic", "auto"),
+        pytest.param("llvm", "auto", marks=[pytest.mark.slow, LLVM]),
         pytest.param("mosaic", "fp8", marks=pytest.mark.slow),
         pytest.param("triton", "auto", marks=TRITON),
         pytest.param("triton", "fp8", marks=TRITON),

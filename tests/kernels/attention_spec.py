@@ -85,8 +85,10 @@ def attention_spec(case, *, scale, sliding_window=None, logit_soft_cap=None, sin
                 logits = keys @ q[token, head] * scale
                 if logit_soft_cap is not None:
                     logits = logit_soft_cap * np.tanh(logits / logit_soft_cap)
-                weights = np.exp(logits)
-                total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head]))
+                sink = -np.inf if sinks is None else sinks[head]
+                largest = max(logits.max(), sink)
+                weights = np.exp(logits - largest)
+                total = weights.sum() + np.exp(sink - largest)
                 out[token, head] = weights @ values / total
     return out
 

@@ -48,10 +48,36 @@ def on_device(monkeypatch, capability):
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
 
 
-def test_on_a_cpu_the_reference_runs_and_kernels_by_name_only(monkeypatch):
+@pytest.fixture
+def no_llvm(monkeypatch):
+    """As on a processor without AVX-512."""
+    monkeypatch.setattr(implementations, "llvm_refusal", lambda **_: "this processor has no avx512f")
+
+
+@pytest.mark.usefixtures("no_llvm")
+def test_on_a_cpu_the_reference_runs_and_kernels_for_gpus_by_name_only(monkeypatch):
     monkeypatch.setattr(implementations, "unavailable_reason", lambda: None)
     for name, expected in (("auto", "reference"), ("mosaic", "mosaic"), ("triton", "triton")):
         assert select_implementation(name, CALL) == expected
+    with pytest.raises(ValueError, match="'llvm' of paged_attention cannot be used: this processor has no avx512f"):
+        select_implementation("llvm", CALL)
+
+
+def test_on_a_cpu_with_avx512_llvm_runs_and_is_compiled_at_once(monkeypatch):
+    registered = []
+    monkeypatch.setattr(implementations, "llvm_refusal", lambda **_: None)
+    monkeypatch.setattr(implementations, "register_paged_attention", lambda *arguments: registered.append(arguments))
+    assert select_implementation("reference", CALL) == "reference"
+    assert registered == []
+    for name in ("auto", "llvm"):
+        assert select_implementation(name, CALL) == "llvm"
+    assert registered == [("bfloat16", 128)] * 2
+
+
+def test_llvm_runs_on_cpus_only(monkeypatch):
+    on_device(monkeypatch, "9.0")
+    with pytest.raises(ValueError, match="'llvm' of paged_attention cannot be used: it runs on CPUs, not on gpu"):
+        select_implementation("llvm", CALL)
 
 
 def test_a_hopper_gpu_takes_mosaic(monkeypatch):
@@ -164,6 +190,7 @@ def test_the_self_test_reports_what_a_compiler_raises():
         ({"num_heads": 32, "max_decode_queries": 5}, "5 queries of 16 heads are more than a tile of 64"),
     ],
 )
+@pytest.mark.usefixtures("no_llvm")
 def test_what_mosaic_does_not_serve_falls_down_the_chain(change, reason):
     call = CALL._replace(**change)
     with pytest.raises(ValueError, match=reason):

@@ -47,7 +47,7 @@ class Runner:
         def place(array, axes):
             return jnp.asarray(array) if mesh is None else jax.device_put(array, sharding_of(mesh, axes))
 
-        self.weights = tuple(place(pack(spec, tensors), spec.axes) for spec in self.graph.specs)
+        self.weights = self.graph.arrange([place(pack(spec, tensors), spec.axes) for spec in self.graph.specs])
         num_groups = 1 + max(group for group, _ in kv_groups)
         num_arrays = 1 + max(array for _, array in kv_groups)
         pages = -(-max_len // block_size)
