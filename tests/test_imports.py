@@ -28,6 +28,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ALLOWED = {
     ("llm", "beam_search"),
     ("bench", "llm"),
+    ("build", "plan"),
     ("cli", "llm"),
     ("__main__", "cli"),
     ("tokenizer", "weights"),

@@ -127,7 +127,9 @@ def _path_of(target: str) -> Path | None:
         return None
     import llvmlite
 
-    kind = hashlib.sha256(" ".join((*_processor(), llvmlite.__version__)).encode()).hexdigest()[:16]
+    # How this module has it optimized counts too.
+    facts = (*_processor(), llvmlite.__version__, Path(__file__).read_text())
+    kind = hashlib.sha256(" ".join(facts).encode()).hexdigest()[:16]
     return _directory / f"{target}_{kind}.o"
 
 
