@@ -15,11 +15,11 @@ from jaxllm.trace import TRACKS, Trace, durations, read_trace
 SLOW = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
 }

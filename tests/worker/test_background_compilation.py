@@ -19,6 +19,7 @@ from jaxllm.worker.model_runner import ModelRunner
 
 def start(folder: Path, **kwargs) -> LLM:
     (folder / "config.json").write_text(json.dumps(LAYER_1))
+    kwargs = {"cudagraph_capture_sizes": [1, 2], **kwargs}
     return LLM(
         str(folder), load_format="dummy", skip_tokenizer_init=True, use_tqdm_on_load=False, max_num_seqs=4, block_size=4,
         max_num_batched_tokens=8, num_gpu_blocks_override=64, compile_sizes=[], compilation_cache_dir="", **kwargs,
