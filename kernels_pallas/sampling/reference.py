@@ -18,6 +18,7 @@ SMALL_BLOCK = 32  # tokens a block, where the blocks with the largest maxima are
 BLOCK = 128  # tokens a block, where one block is wanted
 NUM_CANDIDATE_BLOCKS = 64
 ROWS_PER_SEARCH = 4  # rows that are searched in full at once
+_SMALLEST_NORMAL = 0x00800000  # float32, as `_order` gives it
 
 
 def _blocks(logits: jax.Array, size: int) -> jax.Array:
@@ -70,7 +71,9 @@ def _largest(holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.
         good = holds(_value(middle))
         return jnp.where(good, middle, inside), jnp.where(good, outside, middle)
 
-    return _value(lax.fori_loop(0, 32, halve, (_order(low), _order(high) + 1))[0])
+    found = lax.fori_loop(0, 32, halve, (_order(low), _order(high) + 1))[0]
+    # A device that takes denormal numbers for 0 finds the largest of them in place of 0.
+    return _value(jnp.where((found > 0) & (found < _SMALLEST_NORMAL), 0, found))
 
 
 def _search(

@@ -137,6 +137,15 @@ def test_thresholds_of_four_tokens(top_k, top_p, min_p, kept):
     assert np.flatnonzero(FOUR[0] >= threshold[0]).tolist() == kept
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(2, 1.0), (0, 0.9)])
+def test_a_boundary_at_zero_is_zero(top_k, top_p):
+    """Where denormal numbers count as 0, as on a CPU, the largest of them has as many tokens above it."""
+    logits = np.float32([[0.5, 0.0, 0.0, -3.0]])
+    args = (floats(0.5), floats(1.0), jnp.asarray([top_k], jnp.int32), floats(top_p), floats(0.0))
+    threshold = np.asarray(ops["thresholds"](logits, *args))
+    np.testing.assert_array_equal(threshold.view(np.int32), [0])
+
+
 def test_temperature_comes_before_top_p_and_min_p():
     # At temperature 0.5 the probabilities are as 1 : 16 : 4 : 9, of 30.
     row_max = FOUR.max(axis=1)
