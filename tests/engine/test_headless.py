@@ -344,6 +344,8 @@ def test_front_end_beside_the_first(
                         await collect(one)
                 for llm in llms:
                     await until(lambda llm=llm: client_of(llm).balancer.available == [0, 1], "its return")
+            # The group hears of it in a thread of its own, which may come after the front ends.
+            await until(lambda: group.links[1].process.pid == client_of(llms[0]).pids[1], "its return to the group")
             assert client_of(llms[0]).pids == client_of(llms[1]).pids == [link.process.pid for link in group.links]
             assert client_of(llms[0]).pids[1:] == there.engines()
             for llm in llms:
