@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from jaxllm.config import EngineConfig
 from jaxllm.engine.cli_args import ArgumentParser, add_engine_args, engine_args_of
 from jaxllm.engine.engine_args import EngineArgs, detect_platform
 from jaxllm.worker.manifest import write_manifest
@@ -35,17 +36,12 @@ def build(args: EngineArgs, out: str, device: str | None = None) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--out must be an empty folder or a new one, got {out!r}")
     if device is not None:
-        return _build_for(args, folder.absolute(), device)
+        return _build_for(args, folder, device)
     from kernels_pallas.paged_attention import INTERPRETED_ON_CPU  # imports jax
 
     if args.attention_backend in INTERPRETED_ON_CPU and detect_platform() == "cpu":
         raise ValueError(f"attention_backend {args.attention_backend!r} is interpreted on a CPU: such programs cannot be shipped")
-    config = replace(args.create_engine_config(), compilation_cache_dir=str(folder.absolute()), background_compilation=False)
-    parallel = config.parallel
-    if parallel.distributed_executor_backend == "mp" and parallel.num_workers > 1:
-        raise ValueError(
-            f"programs are built for one process, got distributed_executor_backend 'mp' with {parallel.num_workers} workers"
-        )
+    config = replace(_config_for(args, folder, None), background_compilation=False)
     # These import jax.
     from jaxllm.executor.uniproc import UniProcExecutor
     from jaxllm.worker.compile_cache import forget_programs
@@ -61,10 +57,19 @@ def build(args: EngineArgs, out: str, device: str | None = None) -> Path:
     return write_manifest(folder, facts, num_blocks)
 
 
+def _config_for(args: EngineArgs, folder: Path, device: str | None) -> EngineConfig:
+    """That of a server, which is what programs are shipped to."""
+    config = replace(args.create_engine_config("server", device), compilation_cache_dir=str(folder.absolute()))
+    parallel = config.parallel
+    if parallel.distributed_executor_backend == "mp" and parallel.num_workers > 1:
+        raise ValueError(
+            f"programs are built for one process, got distributed_executor_backend 'mp' with {parallel.num_workers} workers"
+        )
+    return config
+
+
 def _build_for(args: EngineArgs, folder: Path, device: str) -> Path:
     """Compile every step for a GPU model."""
-    # Nothing runs on a device, and a CUDA plugin without a GPU is no backend.
-    os.environ["JAX_PLATFORMS"] = "cpu"
     from jaxllm.plan.abstract_worker import AbstractWorker
     from kernels_pallas.aot import TARGETS, unavailable_reason
 
@@ -73,11 +78,9 @@ def _build_for(args: EngineArgs, folder: Path, device: str) -> Path:
     if (reason := unavailable_reason()) is not None:
         raise ValueError(reason)
     target = TARGETS[device]
-    config = replace(args.create_engine_config("server", target.device_kind), compilation_cache_dir=str(folder))
-    if config.parallel.num_devices > config.parallel.tensor_parallel_size:
-        raise ValueError(
-            f"programs are built for one process without a pipeline, got pipeline_parallel_size {args.pipeline_parallel_size}"
-        )
+    config = _config_for(args, folder, target.device_kind)
+    if config.parallel.pipeline_parallel_size > 1:
+        raise ValueError(f"--device builds no pipelines, got pipeline_parallel_size {config.parallel.pipeline_parallel_size}")
     worker = AbstractWorker(config, target)
     worker.init_device()
     worker.build_model()
@@ -93,6 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", metavar="X", help="h200, h100, a100 or b200; by default the devices of this machine")
     add_engine_args(parser)
     args = parser.parse_args(argv)
+    if args.device is not None:
+        # Nothing runs on a device, and a CUDA plugin without a GPU is no backend.
+        os.environ["JAX_PLATFORMS"] = "cpu"
     try:
         print(build(engine_args_of(args), args.out, args.device))
     except ValueError as error:

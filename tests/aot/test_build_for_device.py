@@ -55,6 +55,7 @@ def test_here_it_is_refused_by_name(model, built):
     [
         (["--device", "h900"], "--device must be one of h200, h100, a100, b200"),
         (["--device", "h200", "--pipeline-parallel-size", "2"], "pipeline_parallel_size 2"),
+        (["--device", "h200", "--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"], "'mp' with 2 workers"),
     ],
 )
 def test_refusals(model, tmp_path, capsys, flags, message):
